@@ -100,10 +100,10 @@ def _demos(arguments: Sequence[str]) -> int:
 
     args = demos_parser().parse_intermixed_args(arguments)
     config = validate(load(args.config, args.overrides))
-    chosen = args.domain
+    domain_name = args.domain
     solved = write_demonstrations(
         config,
-        chosen,
+        domain_name,
         episodes=args.episodes,
         noise=args.noise,
         out=args.out,

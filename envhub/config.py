@@ -116,21 +116,23 @@ def num_eval_tasks(config: dict[str, Any]) -> int:
     """
     from envhub.domain import load_domains
 
-    wanted = config["eval"]["tasks"]
+    num_wanted = config["eval"]["tasks"]
     least = EVAL_TASKS
     for name, domain in load_domains(config).items():
-        there = domain.num_tasks("eval")
-        if there is None:
+        num_present = domain.num_tasks("eval")
+        if num_present is None:
             continue
-        if not there:
+        if not num_present:
             allowed = f"domain {name} has no held-out tasks; eval.every_steps=0 measures none"
-            raise ConfigError("eval.tasks", wanted or EVAL_TASKS, allowed)
-        if wanted is not None and wanted > there:
+            raise ConfigError("eval.tasks", num_wanted or EVAL_TASKS, allowed)
+        if num_wanted is not None and num_wanted > num_present:
             raise ConfigError(
-                "eval.tasks", wanted, f"at most {there}, the held-out tasks of domain {name}"
+                "eval.tasks",
+                num_wanted,
+                f"at most {num_present}, the held-out tasks of domain {name}",
             )
-        least = min(least, there)
-    return least if wanted is None else int(wanted)
+        least = min(least, num_present)
+    return least if num_wanted is None else int(num_wanted)
 
 
 def domain_eval_tasks(config: dict[str, Any]) -> dict[str, int | None]:
@@ -160,9 +162,9 @@ def _check_numbers(domain: Domain, config: dict[str, Any]) -> None:
             answer,
             f"less than max_context_tokens, which is {context}",
         )
-    served = (config.get("rollout") or {}).get("max_context_tokens")
-    if served is not None and context > served:
-        allowed = f"at most rollout.max_context_tokens, which is {served}"
+    served_tokens = (config.get("rollout") or {}).get("max_context_tokens")
+    if served_tokens is not None and context > served_tokens:
+        allowed = f"at most rollout.max_context_tokens, which is {served_tokens}"
         raise ConfigError(f"{key}.max_context_tokens", context, allowed)
     if issubclass(domain.environment, AgentEnvironment):
         check_section(domain.name, section, domain.args)

@@ -56,20 +56,20 @@ def write_demonstrations(
         UserError: if the domain is unknown, its environment has no solver, or the file cannot be
             written.
     """
-    chosen = pick_domain(config, domain)
-    if not can_demonstrate(chosen.environment):
+    picked = pick_domain(config, domain)
+    if not can_demonstrate(picked.environment):
         raise ConfigError(
             "--domain",
-            chosen.name,
-            f"environment {chosen.section.env} has no solver for demonstrations",
+            picked.name,
+            f"environment {picked.section.env} has no solver for demonstrations",
         )
-    chosen.check()
+    picked.check()
     target = Path(out)
     solved = 0
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with draft_of(target) as draft, draft.open("w", encoding="utf-8") as file:
-            for rows, success in _rows(chosen, episodes, noise, seed, against):
+            for rows, success in _rows(picked, episodes, noise, seed, against):
                 solved += success
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     except OSError as error:
@@ -84,17 +84,20 @@ def _rows(
     first = demonstrations(domain, episodes=episodes, noise=noise, seed=seed)
     if against is None:
         yield from (
-            ([{"messages": messages} for messages in told], success) for told, success in first
+            ([{"messages": messages} for messages in messages], success)
+            for messages, success in first
         )
         return
     second = demonstrations(domain, episodes=episodes, noise=against, seed=seed)
-    for (told, success), (others, other_success) in zip(first, second, strict=True):
+    for (messages, success), (others, other_success) in zip(first, second, strict=True):
         if domain.memory is not None:
             raise UserError(
                 f"domains.{domain.name}.context: pairs need whole conversations, not context steps"
             )
         yield (
-            [{"chosen": told[0], "rejected": others[0]}] if success and not other_success else [],
+            [{"chosen": messages[0], "rejected": others[0]}]
+            if success and not other_success
+            else [],
             success,
         )
 
@@ -119,19 +122,19 @@ def demonstrations(
         observation: Any = environment.reset(index, "train", mix(seed, index))
         steps = domain.steps()
         success = False
-        told = [
+        conversations = [
             domain.messages(observation.text if steps is None else steps.open(observation.text))
         ]
         for turn in range(1, domain.section.max_turns + 1):
             text = environment.demonstrate(rng, noise)
-            told[-1].append({"role": "assistant", "content": text})
+            conversations[-1].append({"role": "assistant", "content": text})
             step: Any = environment.step(text)
             success = step.success
             if step.done or turn == domain.section.max_turns:
                 break
             if steps is None:
-                told[-1].append({"role": "user", "content": step.observation.text})
+                conversations[-1].append({"role": "user", "content": step.observation.text})
             else:
-                told.append(domain.messages(steps.acted(text, step.observation.text)))
-        yield told, success
+                conversations.append(domain.messages(steps.acted(text, step.observation.text)))
+        yield conversations, success
     environment.close()

@@ -61,8 +61,8 @@ class Domain:
     @cached_property
     def tools(self) -> str:
         """The environment's tools as JSON, empty if it has none."""
-        found = self.environment.tools(self.args)
-        return json.dumps(found) if found else ""
+        tools = self.environment.tools(self.args)
+        return json.dumps(tools) if tools else ""
 
     @cached_property
     def make_estimator(self) -> EstimatorChoice:

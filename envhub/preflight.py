@@ -76,12 +76,16 @@ def _program(key: str, args: AgentArgs) -> PreflightFinding | None:
 def _file(args: AgentArgs) -> tuple[str, Path | None]:
     """Return the program's interpreter and its file."""
     if args.function:
-        where = args.function.rpartition(":")[0]
-        return sys.executable, Path(where) if where.endswith(".py") else _source(where)
-    program, *rest = args.command
-    if not Path(program).name.startswith(PYTHON) or not rest or not rest[0].endswith(".py"):
+        file = args.function.rpartition(":")[0]
+        return sys.executable, Path(file) if file.endswith(".py") else _source(file)
+    program, *arguments = args.command
+    if (
+        not Path(program).name.startswith(PYTHON)
+        or not arguments
+        or not arguments[0].endswith(".py")
+    ):
         return program, None
-    return sys.executable if program == PYTHON else program, Path(args.cwd or "", rest[0])
+    return sys.executable if program == PYTHON else program, Path(args.cwd or "", arguments[0])
 
 
 def _source(module: str) -> Path | None:

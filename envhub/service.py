@@ -155,12 +155,12 @@ class EnvironmentHub:
         self.member.spawn(TicketReruns(self.member, self.players, self.domains).serve())
         for name in self.domains:
             self._open_feeds(name)
-        asked = asyncio.create_task(self.member.stop.asked.wait())
+        stopping = asyncio.create_task(self.member.stop.asked.wait())
         try:
-            while not asked.done():
+            while not stopping.done():
                 feeds = [feed for of_domain in self._feeds.values() for feed in of_domain]
                 await asyncio.wait(
-                    {asked, *feeds}, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED
+                    {stopping, *feeds}, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED
                 )
                 for feed in feeds:
                     if feed.done():
@@ -169,7 +169,7 @@ class EnvironmentHub:
                 self._tick()
                 self._count_hung()
         finally:
-            tasks = [asked, *(feed for of_domain in self._feeds.values() for feed in of_domain)]
+            tasks = [stopping, *(feed for of_domain in self._feeds.values() for feed in of_domain)]
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -233,9 +233,11 @@ class EnvironmentHub:
         epoch = self.member.spec.epoch
         if self.member.spec is not self.spec:
             self._follow_spec()
-        there = (*self.servers.all(), *self.servers.learners())
+        members = (*self.servers.all(), *self.servers.learners())
         versions = [
-            one.policy_version for one in there if one.policy == wire.ACTOR and one.epoch == epoch
+            member.policy_version
+            for member in members
+            if member.policy == wire.ACTOR and member.epoch == epoch
         ]
         self._perform(self.slots.advanced(max(versions, default=-1)))
         self._perform(
@@ -274,13 +276,15 @@ class EnvironmentHub:
         """
         self.spec = self.member.spec
         self.slots.version = -1
-        there = load_domains(self.spec.config)
-        wanted = {
-            name: domain for name, domain in there.items() if not self._names or name in self._names
+        domains = load_domains(self.spec.config)
+        wanted_domains = {
+            name: domain
+            for name, domain in domains.items()
+            if not self._names or name in self._names
         }
-        for name in self.domains.keys() - wanted.keys():
+        for name in self.domains.keys() - wanted_domains.keys():
             self._leave_domain(name)
-        for name, domain in wanted.items():
+        for name, domain in wanted_domains.items():
             if domain == self.domains.get(name):
                 continue
             log.info("domain %s %s", name, "has new settings" if name in self.domains else "is new")
@@ -299,8 +303,8 @@ class EnvironmentHub:
         del self.domains[name]
         for feed in self._feeds.pop(name):
             feed.cancel()
-        held = [key for key, one in self._in_hand.items() if one.asked.domain == name]
-        self._perform(self.slots.hand_back(held, 0.0, f"the run no longer has domain {name}"))
+        keys = [key for key, in_hand in self._in_hand.items() if in_hand.asked.domain == name]
+        self._perform(self.slots.hand_back(keys, 0.0, f"the run no longer has domain {name}"))
         self._retire(name)
 
     def _retire(self, name: str) -> None:
@@ -322,7 +326,7 @@ class EnvironmentHub:
         """Decide whether a queue's tickets can be played: a deadline should not run while no server
         is there.
         """
-        policies = {one.policy for one in self.servers.all() if one.state == "serving"}
+        policies = {server.policy for server in self.servers.all() if server.state == "serving"}
         return wire.ACTOR in policies if stream is TICKETS else bool(policies)
 
     def _ready(self, domain: str, stream: Stream) -> bool:
@@ -351,42 +355,42 @@ class EnvironmentHub:
             problem = delivery.error or f"a ticket of another domain in the queue of {domain}"
             self.outbox.refuse(stream, domain, delivery, problem)
             return 0
-        asked = assignment(ticket)
-        held = self._in_hand.get(asked.key)
+        assigned = assignment(ticket)
+        held = self._in_hand.get(assigned.key)
         if held is not None:
             held.delivery = delivery  # a redelivery: acknowledge the newest
-            return asked.group_size
+            return assigned.group_size
         of_domain = self.domains[domain]
-        judged = partial(self._judged, asked.key)
+        judged = partial(self._judged, assigned.key)
         early = EarlyScores(
-            self.member.bus, asked, of_domain.section, self.settings.score_wait_s, judged
+            self.member.bus, assigned, of_domain.section, self.settings.score_wait_s, judged
         )
-        held = InHand(asked, delivery, of_domain, early)
+        held = InHand(assigned, delivery, of_domain, early)
         if not self.health.takes(domain):  # fetched just before the domain counted as broken
             self.outbox.hand_back(held, self.health.delay_s(domain), "its domain fails here")
-            return asked.group_size
+            return assigned.group_size
         if stream is TICKETS and (traces := self.member.spans.traces) is not None:
             traces.add(
                 "deliver",
-                asked.number,
+                assigned.number,
                 delivery.stored_at,
                 time.time(),
                 deliveries=delivery.num_delivered,
             )
         drop_late = (self.spec.config.get("train") or {}).get("on_late") == "drop"
-        self._in_hand[asked.key] = held
-        job = asked.job(
+        self._in_hand[assigned.key] = held
+        job = assigned.job(
             delivery.num_delivered,
             drop_late=drop_late,
             straggler_factor=of_domain.section.straggler_factor,
         )
         if delivery.num_delivered == 1:
             self._perform(self.slots.offer(job, self.servers.clock.now()))
-            return asked.group_size
+            return assigned.group_size
         self._perform(self.slots.hold(job))
-        if self._in_hand.get(asked.key) is held:
+        if self._in_hand.get(assigned.key) is held:
             self.member.spawn(self._judge(held))
-        return asked.group_size
+        return assigned.group_size
 
     async def _judge(self, held: InHand) -> None:
         """Begin a redelivered ticket, unless it has killed hubs."""
@@ -470,7 +474,7 @@ class EnvironmentHub:
 
         try:
             await self._begin(held)
-            played = await self.players.play(played_as, sampled)
+            result = await self.players.play(played_as, sampled)
         except EpisodeFailed as error:
             self._failed(key, held, episode, error)
             return
@@ -481,13 +485,13 @@ class EnvironmentHub:
             return
         self.health.succeeded(held.domain.name)
         if self._in_hand.get(key) is held:
-            self.tally.add(played)
-            held.played[episode] = played
+            self.tally.add(result)
+            held.played[episode] = result
             held.tasks.pop(episode, None)
             self._perform(self.slots.finished(key, episode))
             # the last one is scored with its group, unless that waits for others anyway
             if self._in_hand.get(key) is held or held.early.pending:
-                held.early.begin(played)
+                held.early.begin(result)
             self.turnstile.poke()
 
     def _judged(self, key: str, episode: int, solved: bool) -> None:
@@ -505,16 +509,20 @@ class EnvironmentHub:
             self.health.failed(domain, key, delivery, error.detail)
         own = self.health.blames(domain, key, delivery)
         actions = self.slots.failed(key, episode, error.kind, error.detail, own=own)
-        what = f"domain {domain}, {key} episode {episode} failed: {error.detail}"
+        problem = f"domain {domain}, {key} episode {episode} failed: {error.detail}"
         self._traces.say(
             log,
-            "; ".join(filter(None, (what, self.slots.what_next(key, episode, actions)))),
+            "; ".join(filter(None, (problem, self.slots.what_next(key, episode, actions)))),
             error.trace,
         )
         self._perform(actions)
         # groups without failures continue: if one ends well, the domain works after all
         if not self.health.takes(domain):
-            mine = [key for key, other in self._in_hand.items() if other.domain.name == domain]
+            mine = [
+                key
+                for key, ticket_in_hand in self._in_hand.items()
+                if ticket_in_hand.domain.name == domain
+            ]
             keys = [key for key in mine if self.health.doubts(domain, key)]
             self._perform(
                 self.slots.hand_back(keys, self.health.delay_s(domain), "its domain fails here")
@@ -530,7 +538,7 @@ class EnvironmentHub:
     def presence(self) -> wire.Presence:
         """Return what this hub publishes about itself."""
         base_s, each_s = self.players.calls.curve.fit()
-        begun = [self._in_hand[key] for key in self.slots.begun if key in self._in_hand]
+        tickets_begun = [self._in_hand[key] for key in self.slots.begun if key in self._in_hand]
         return wire.Presence(
             role="envhub",
             id=self.member.id,
@@ -547,7 +555,7 @@ class EnvironmentHub:
             process=this_process(),
             job=batch_job(),
             key=self.client.key,
-            tickets=[held.asked.number for held in begun if held.asked.stream is TICKETS],
+            tickets=[held.asked.number for held in tickets_begun if held.asked.stream is TICKETS],
         )
 
     def metrics(self) -> dict[str, float]:

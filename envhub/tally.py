@@ -38,24 +38,24 @@ class HubMetrics:
         self._all = _RecentMean()
         self._since = time.monotonic()
 
-    def add(self, played: EpisodeResult) -> None:
+    def add(self, result: EpisodeResult) -> None:
         """Add a finished episode."""
-        trajectory = played.trajectory
+        trajectory = result.trajectory
         sums = self._sums
         self._episodes += 1
         sums["reward/mean"] += trajectory.reward
         sums["env/success_rate"] += trajectory.success
-        sums["time/generate"] += played.generate_s
-        sums["time/env_step"] += played.env_step_s
+        sums["time/generate"] += result.generate_s
+        sums["time/env_step"] += result.env_step_s
         for name, value in trajectory.metrics.items():
             sums[f"env/{name}"] += value
 
-    def add_lengths(self, kept: Sequence[int], cut: Sequence[int]) -> None:
+    def add_lengths(self, kept_lengths: Sequence[int], cut: Sequence[int]) -> None:
         """Add a finished group's lengths in tokens, and the expected ones of episodes that it did
         not wait for.
         """
-        self._kept.add(kept)
-        self._all.add([*kept, *cut])
+        self._kept.add(kept_lengths)
+        self._all.add([*kept_lengths, *cut])
 
     def report(self) -> dict[str, float]:
         """Return the metrics, and start the means again."""

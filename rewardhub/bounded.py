@@ -120,10 +120,12 @@ def _serve(
     """Serve in the forked process; never returns."""
     code = 1
     try:
-        kept = sorted((fd_in, fd_out))
+        kept_fds = sorted((fd_in, fd_out))
         # Close inherited sockets, which would stay open after the parent exits.
         for low, high in zip(
-            (3, kept[0] + 1, kept[1] + 1), (*kept, os.sysconf("SC_OPEN_MAX")), strict=True
+            (3, kept_fds[0] + 1, kept_fds[1] + 1),
+            (*kept_fds, os.sysconf("SC_OPEN_MAX")),
+            strict=True,
         ):
             os.closerange(low, high)
         for number in (signal.SIGPROF, signal.SIGTERM, signal.SIGINT):
@@ -150,9 +152,9 @@ def _reply(function: Callable[[bytes], bytes], data: bytes) -> bytes:
 
 
 def _write(fd: int, data: bytes) -> None:
-    rest = memoryview(_HEADER.pack(len(data)) + data)
-    while rest:
-        rest = rest[os.write(fd, rest) :]
+    unsent = memoryview(_HEADER.pack(len(data)) + data)
+    while unsent:
+        unsent = unsent[os.write(fd, unsent) :]
 
 
 def _read(fd: int) -> bytes | None:
@@ -161,9 +163,9 @@ def _read(fd: int) -> bytes | None:
 
 
 def _exactly(fd: int, size: int) -> bytes | None:
-    found = b""
-    while len(found) < size:
-        if not (more := os.read(fd, size - len(found))):
+    data = b""
+    while len(data) < size:
+        if not (more := os.read(fd, size - len(data))):
             return None
-        found += more
-    return found
+        data += more
+    return data

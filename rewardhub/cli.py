@@ -25,11 +25,11 @@ def parser() -> argparse.ArgumentParser:
     """Return the parser of ``rewardhub``."""
     about = "Score episodes for a run; any number of reward hubs may join and leave."
     result = ArgumentParser(prog="rewardhub", description=about)
-    which = result.add_mutually_exclusive_group()
+    choice = result.add_mutually_exclusive_group()
     pools = "reward pools to serve (all)"
     rewards = "serve the pools with these rewards, for example code or judge"
-    which.add_argument("--pools", type=tokens, default=[], metavar="A,B", help=pools)
-    which.add_argument("--rewards", type=names, default=[], metavar="A,B", help=rewards)
+    choice.add_argument("--pools", type=tokens, default=[], metavar="A,B", help=pools)
+    choice.add_argument("--rewards", type=names, default=[], metavar="A,B", help=rewards)
     on_each = "GPUs for reward models, one process of each model per GPU: 4-7, or 0,2, or cpu, or auto (%(default)s)"
     result.add_argument("--gpus", default="auto", metavar="LIST", help=on_each)
     result.add_argument(

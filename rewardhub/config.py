@@ -106,8 +106,10 @@ def reward_labels(rewards: Sequence[RewardConfig]) -> list[str]:
     result: list[str] = []
     for reward in rewards:
         short = reward.name.rpartition(":")[2]
-        same = sum(1 for other in rewards[: len(result)] if other.name.rpartition(":")[2] == short)
-        result.append(f"{short}_{same + 1}" if same else short)
+        num_earlier = sum(
+            1 for earlier in rewards[: len(result)] if earlier.name.rpartition(":")[2] == short
+        )
+        result.append(f"{short}_{num_earlier + 1}" if num_earlier else short)
     return result
 
 
@@ -119,21 +121,21 @@ def pools_of_kinds(domains: Mapping[str, DomainSection], kinds: Sequence[str]) -
         UserError: if no domain has such a reward, or a pool also holds others, which such a hub
             could not score.
     """
-    found = [
+    rewards_of_pools = [
         (f"domains.{name}.rewards.{index}", reward.pool, reward.name.rpartition(":")[2])
         for name, domain in domains.items()
         for index, reward in enumerate(domain.rewards)
     ]
-    there = list(dict.fromkeys(kind for _, _, kind in found))
+    known_kinds = list(dict.fromkeys(kind for _, _, kind in rewards_of_pools))
     for kind in kinds:
-        if kind not in there:
-            why = f"--rewards: {kind!r} is not allowed; the rewards of this run are {', '.join(there) or 'none'}"
-            raise UserError(why)
-    pools = list(dict.fromkeys(pool for _, pool, kind in found if kind in kinds))
-    for key, pool, kind in found:
+        if kind not in known_kinds:
+            reason = f"--rewards: {kind!r} is not allowed; the rewards of this run are {', '.join(known_kinds) or 'none'}"
+            raise UserError(reason)
+    pools = list(dict.fromkeys(pool for _, pool, kind in rewards_of_pools if kind in kinds))
+    for key, pool, kind in rewards_of_pools:
         if pool in pools and kind not in kinds:
-            why = f"pool {pool} also holds {kind} ({key}); give one of them a separate pool"
-            raise UserError(f"--rewards {','.join(kinds)}: {why}")
+            reason = f"pool {pool} also holds {kind} ({key}); give one of them a separate pool"
+            raise UserError(f"--rewards {','.join(kinds)}: {reason}")
     return pools
 
 

@@ -29,10 +29,12 @@ class PoolTrials:
     def keep(self, pool: str, scoring: GroupScoring) -> None:
         """Keep the failed episode for later trials of its pool."""
         failed = [
-            one for one in scoring.group.trajectories if one.episode == scoring.failed_episode
+            trajectory
+            for trajectory in scoring.group.trajectories
+            if trajectory.episode == scoring.failed_episode
         ]
-        kept = self._kept.setdefault(pool, deque(maxlen=MAX_KEPT))
-        kept.append(msgspec.structs.replace(scoring.group, trajectories=failed, scores=[]))
+        samples = self._kept.setdefault(pool, deque(maxlen=MAX_KEPT))
+        samples.append(msgspec.structs.replace(scoring.group, trajectories=failed, scores=[]))
 
     def forget(self, pool: str) -> None:
         """Drop the episodes of a pool that works."""
@@ -46,15 +48,15 @@ class PoolTrials:
         Each is tried once: if all of them are themselves at fault, the next real groups are the
         trial.
         """
-        kept = self._kept.get(pool)
-        while kept:
-            group = kept.popleft()
+        samples = self._kept.get(pool)
+        while samples:
+            group = samples.popleft()
             if group.domain in domains:
                 rewards = domains[group.domain].rewards
                 try:
                     ending = await score_group(GroupScoring(group, rewards, 0), rewards, scorers)
                 except NoWorkerError as error:
-                    kept.append(group)  # the episode is not at fault
+                    samples.append(group)  # the episode is not at fault
                     return False, str(error)
                 return isinstance(ending, ForwardAction), "" if isinstance(
                     ending, ForwardAction

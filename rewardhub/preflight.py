@@ -27,10 +27,12 @@ def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     from rlearner_text.openai.endpoint_check import check_endpoint
 
     judges = [(key, JudgeArgs.model_validate(args)) for key, args in rewards]
-    each = {(args.base_url, args.api_key): (key, args) for key, args in reversed(judges)}
+    judge_of_endpoint = {
+        (args.base_url, args.api_key): (key, args) for key, args in reversed(judges)
+    }
     return [
         check_endpoint(
             key, args.base_url, args.api_key, named="api_key" in args.model_fields_set, needed=False
         )
-        for key, args in each.values()
+        for key, args in judge_of_endpoint.values()
     ]

@@ -61,24 +61,26 @@ def _findings(
     marker = str(reward.args.get("answer_after", "####"))
     # Plain numbers, which most data sets hold, need no parser.
     doubtful = [
-        one
-        for one in references
-        if math_text.number(math_extract.answer_of(one[1], marker).text) is None
+        reference
+        for reference in references
+        if math_text.number(math_extract.answer_of(reference[1], marker).text) is None
     ]
     if not doubtful:
         return []
-    told = _read(_Asked(reward.args, [text for _, text in doubtful]))
-    found = []
-    for reason in dict.fromkeys(told.reasons.values()):
-        rows = [doubtful[number] for number, why in told.reasons.items() if why == reason]
-        shown = "; ".join(f"{where}: {_short(text)}" for where, text in rows[:SHOWN])
+    verdicts = _read(_Asked(reward.args, [text for _, text in doubtful]))
+    findings = []
+    for reason in dict.fromkeys(verdicts.reasons.values()):
+        rows = [
+            doubtful[number] for number, why_not in verdicts.reasons.items() if why_not == reason
+        ]
+        examples = "; ".join(f"{place}: {_short(text)}" for place, text in rows[:SHOWN])
         more = f"; and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
-        text = f"{len(rows)} of {len(references)} references: each {reason} ({shown}{more})"
-        found.append(PreflightFinding("rewards", key, "warning", text))
-    if left := len(doubtful) - told.looked_at:
-        text = f"{left} of {len(references)} references were not checked within {LOOK_S:g} s"
-        found.append(PreflightFinding("rewards", key, "ok", text))
-    return found
+        text = f"{len(rows)} of {len(references)} references: each {reason} ({examples}{more})"
+        findings.append(PreflightFinding("rewards", key, "warning", text))
+    if num_left := len(doubtful) - verdicts.looked_at:
+        text = f"{num_left} of {len(references)} references were not checked within {LOOK_S:g} s"
+        findings.append(PreflightFinding("rewards", key, "ok", text))
+    return findings
 
 
 def _short(text: str) -> str:
@@ -86,28 +88,28 @@ def _short(text: str) -> str:
     return repr(line if len(line) <= SHOWN_CHARS else "..." + line[-SHOWN_CHARS:])
 
 
-def _read(asked: _Asked) -> _Told:
+def _read(request: _Asked) -> _Told:
     command = [sys.executable, "-m", "rewardhub.references"]
-    done = subprocess.run(
-        command, input=msgspec.msgpack.encode(asked), capture_output=True, check=False
+    ended_process = subprocess.run(
+        command, input=msgspec.msgpack.encode(request), capture_output=True, check=False
     )
-    if done.returncode:
+    if ended_process.returncode:
         raise RlearnerError(
-            f"references cannot be checked: {done.stderr.decode(errors='replace').strip()[-500:]}"
+            f"references cannot be checked: {ended_process.stderr.decode(errors='replace').strip()[-500:]}"
         )
-    return msgspec.msgpack.decode(done.stdout, type=_Told)
+    return msgspec.msgpack.decode(ended_process.stdout, type=_Told)
 
 
 def _main() -> None:
     from rewardhub.rewards.math_answer import MathAnswerArgs, MathAnswerReward
 
-    asked = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=_Asked)
-    args = MathAnswerArgs.model_validate(asked.args)
+    request = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=_Asked)
+    args = MathAnswerArgs.model_validate(request.args)
     reward = MathAnswerReward(args)
     reasons: dict[int, str] = {}
     ends = time.monotonic() + LOOK_S
     looked_at = 0
-    for number, text in enumerate(asked.references):
+    for number, text in enumerate(request.references):
         if time.monotonic() > ends:
             break
         gold = reward.answer_of_reference(text)

@@ -37,40 +37,40 @@ class RewardHost:
             else:
                 self._tasks[message.number] = asyncio.create_task(self._work(message))
 
-    async def _work(self, asked: protocol.NumberedRequest) -> None:
+    async def _work(self, numbered: protocol.NumberedRequest) -> None:
         try:
-            answer = await self._answer(asked.what)
+            answer = await self._answer(numbered.what)
             self._writer.write(
-                line.frame(protocol.encode_message(protocol.NumberedReply(asked.number, answer)))
+                line.frame(protocol.encode_message(protocol.NumberedReply(numbered.number, answer)))
             )
             await self._writer.drain()
         finally:
-            del self._tasks[asked.number]
+            del self._tasks[numbered.number]
 
     async def _answer(
-        self, what: protocol.LoadRewardRequest | protocol.ScoreRequest
+        self, request: protocol.LoadRewardRequest | protocol.ScoreRequest
     ) -> protocol.ScoreReply | protocol.ScoreFailureReply:
         try:
-            if isinstance(what, protocol.LoadRewardRequest):
-                await self._load(what)
+            if isinstance(request, protocol.LoadRewardRequest):
+                await self._load(request)
                 return protocol.ScoreReply(None)
             assert self._score is not None, "asked before it was loaded"
             try:
-                value = self._score(what.sample)
+                value = self._score(request.sample)
                 scored = check_scored(await value if inspect.isawaitable(value) else value)
             except ResponseFault as response:
                 scored = score_of_fault(response)
             return protocol.ScoreReply(scored.value, notes=scored.notes)
         except (RlearnerError, NoScore) as error:
-            return protocol.ScoreFailureReply(line.clean(f"{what.name}: {error}"), retry=False)
+            return protocol.ScoreFailureReply(line.clean(f"{request.name}: {error}"), retry=False)
         except Exception as error:  # noqa: BLE001 - an error of a library must not end other scores
             return protocol.ScoreFailureReply(
-                f"{what.name}: {fault.told(error)}", retry=True, trace=fault.trace(error)
+                f"{request.name}: {fault.told(error)}", retry=True, trace=fault.trace(error)
             )
 
-    async def _load(self, what: protocol.LoadRewardRequest) -> None:
+    async def _load(self, request: protocol.LoadRewardRequest) -> None:
         # loading a model takes long
-        self._score = await asyncio.to_thread(loading.load, what.name, what.args)
+        self._score = await asyncio.to_thread(loading.load, request.name, request.args)
         start: Any = getattr(getattr(self._score, "__self__", None), "start", None)
         if start is not None:
             await start()

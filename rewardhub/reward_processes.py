@@ -108,7 +108,7 @@ class RewardProcess:
         if self.gone:
             raise _Gone(self.gone)
         number = next(self._numbers)
-        asked = time.monotonic()
+        asked_at = time.monotonic()
         answer: asyncio.Future[protocol.ScoreReply | protocol.ScoreFailureReply] = (
             asyncio.get_running_loop().create_future()
         )
@@ -117,7 +117,7 @@ class RewardProcess:
             self._send(protocol.NumberedRequest(number, what))
             return await answer_within(_wait(answer), self.child.pid, timeout_s, name)
         except OutOfTime:
-            if self._heard < asked:
+            if self._heard < asked_at:
                 self.kill(f"was killed: it answered nothing for {timeout_s:g} s")
             raise
         finally:
@@ -128,9 +128,9 @@ class RewardProcess:
     def _send(self, message: protocol.NumberedRequest | protocol.CancelScoreRequest) -> None:
         self._writer.write(line.frame(protocol.encode_message(message)))
 
-    def kill(self, how: str) -> None:
+    def kill(self, cause: str) -> None:
         """Kill it and its descendants."""
-        self.gone = self.gone or how
+        self.gone = self.gone or cause
         limits.kill_tree(self.child.pid)
 
     async def close(self) -> None:
@@ -142,7 +142,7 @@ class RewardProcess:
         await asyncio.to_thread(self.child.wait)
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        how = ""
+        cause = ""
         try:
             while True:
                 (size,) = line.HEADER.unpack(await reader.readexactly(line.HEADER.size))
@@ -153,10 +153,10 @@ class RewardProcess:
                 if (answer := self._open.get(message.number)) is not None and not answer.done():
                     answer.set_result(message.what)
         except (asyncio.IncompleteReadError, ConnectionError):
-            how = limits.how_ended(await asyncio.to_thread(self.child.wait))
+            cause = limits.how_ended(await asyncio.to_thread(self.child.wait))
         except msgspec.DecodeError as error:
-            how = f"sent an answer that cannot be decoded: {error}"
-        self.kill(how)
+            cause = f"sent an answer that cannot be decoded: {error}"
+        self.kill(cause)
         for answer in self._open.values():
             if not answer.done():
                 answer.set_exception(_Gone(self.gone))
@@ -267,26 +267,26 @@ class RewardProcesses:
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of all of them so far."""
-        living = [one for kind in self._kinds.values() for one in kind.processes if one]
-        return self._buried_cpu_s + sum(cpu_s(one.child.pid) for one in living)
+        living = [process for kind in self._kinds.values() for process in kind.processes if process]
+        return self._buried_cpu_s + sum(cpu_s(process.child.pid) for process in living)
 
     def _kind(self, reward: RewardConfig) -> _Kind:
         key = kind_key(reward)
         if key not in self._kinds:
-            found = loading.concurrency_of(reward)
-            assert found is not None, f"{reward.name} scores one sample at a time"
+            concurrency = loading.concurrency_of(reward)
+            assert concurrency is not None, f"{reward.name} scores one sample at a time"
             envs: list[Mapping[str, str]] = [{}]
-            if found.on_gpu and self._gpus:
+            if concurrency.on_gpu and self._gpus:
                 envs = [
                     {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": str(gpu)}
                     for gpu in self._gpus
                 ]
-            num_places = found.at_once * len(envs)
+            num_places = concurrency.at_once * len(envs)
             room = asyncio.Semaphore(num_places)
             self._kinds[key] = _Kind(
                 reward,
                 envs,
-                found.timeout_s + GRACE_S,
+                concurrency.timeout_s + GRACE_S,
                 num_places=num_places,
                 room=room,
                 processes=[None] * len(envs),

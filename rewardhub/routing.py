@@ -102,22 +102,22 @@ def add_scores(
     names = reward_labels(rewards)
     total = reward
     success = None
-    seen = dict(parts)
+    parts_and_notes = dict(parts)
     for r, scored in scores.items():
         value = scored.value
         notes = scored.notes
         amount = sum(value.values()) if isinstance(value, dict) else value
         total += rewards[r].weight * amount
         if isinstance(value, dict):
-            seen |= {f"{names[r]}/{part}": number for part, number in value.items()}
+            parts_and_notes |= {f"{names[r]}/{part}": number for part, number in value.items()}
         else:
-            seen[names[r]] = value
+            parts_and_notes[names[r]] = value
         # not part of the total
-        seen |= {f"{names[r]}/{note}": number for note, number in notes.items()}
+        parts_and_notes |= {f"{names[r]}/{note}": number for note, number in notes.items()}
         # If the environment gives no reward, the domain's first reward decides about success.
         if r == 0 and ENV not in parts:
             success = amount >= 1
-    return total, seen, success
+    return total, parts_and_notes, success
 
 
 class GroupScoring:
@@ -184,8 +184,8 @@ class GroupScoring:
         works_here = any(
             reward == ask.reward for _, reward in self._values.keys() - self._brought.keys()
         )
-        why = f"episode {self.failed_episode}: {detail}{tries}"
-        return [CloseAction("reward_error", why, own=works_here or not retry)]
+        reason = f"episode {self.failed_episode}: {detail}{tries}"
+        return [CloseAction("reward_error", reason, own=works_here or not retry)]
 
     def _forward(self) -> list[Action]:
         self.ended = True
@@ -224,10 +224,10 @@ class GroupScoring:
         }
         digest = rewards_digest(self._rewards) if self.group.scores else ""
         return {
-            (self._last[one.episode], labels[score.reward]): Scored(score.value, score.notes)
-            for one in self.group.scores
-            if one.rewards == digest and one.episode in self._last
-            for score in one.scores
+            (self._last[scores.episode], labels[score.reward]): Scored(score.value, score.notes)
+            for scores in self.group.scores
+            if scores.rewards == digest and scores.episode in self._last
+            for score in scores.scores
             if score.reward in labels
         }
 
@@ -236,9 +236,9 @@ def sample_of(group: wire.Group, trajectory: wire.Trajectory) -> Sample:
     """Return the sample of the episode that this trajectory ends."""
     turns = [
         turn
-        for one in group.trajectories
-        if one.episode == trajectory.episode
-        for turn in one.turns
+        for trajectory in group.trajectories
+        if trajectory.episode == trajectory.episode
+        for turn in trajectory.turns
     ]
     return Sample(
         domain=group.domain,

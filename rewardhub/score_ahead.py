@@ -63,10 +63,10 @@ class AheadScorer:
 
     async def serve(self, pools: Iterable[str]) -> None:
         """Answer for these pools, and no longer for others."""
-        wanted = set(pools)
-        for pool in self._answering.keys() - wanted:
+        wanted_pools = set(pools)
+        for pool in self._answering.keys() - wanted_pools:
             await self._answering.pop(pool).close()
-        for pool in wanted - self._answering.keys():
+        for pool in wanted_pools - self._answering.keys():
             self._answering[pool] = await answer_requests(
                 self._bus, SCORES, pool, partial(self.answer, pool), shared=True
             )
@@ -97,17 +97,21 @@ class AheadScorer:
         promised = list(mine.values())
         self._promised += promised
         ticket = request.ticket if request.eval_step < 0 else 0
-        scores_of = (self._score(one, sample, promised) for one in mine.values())
+        scores_of = (self._score(outcome, sample, promised) for outcome in mine.values())
         try:
             with self._spans.work("reward", ticket=ticket):
-                found = await asyncio.gather(*scores_of, return_exceptions=True)
+                outcomes = await asyncio.gather(*scores_of, return_exceptions=True)
         finally:
             for reward in promised:  # cancelled before it began
                 self._promised.remove(reward)
-        scores = {r: one for r, one in zip(mine, found, strict=True) if isinstance(one, Scored)}
-        for one in found:
-            if not isinstance(one, Scored | ScoreError | NoWorkerError):
-                raise one
+        scores = {
+            r: outcome
+            for r, outcome in zip(mine, outcomes, strict=True)
+            if isinstance(outcome, Scored)
+        }
+        for outcome in outcomes:
+            if not isinstance(outcome, Scored | ScoreError | NoWorkerError):
+                raise outcome
         if not scores:
             return wire.EpisodeScoreReply()  # the group's pool tries again, and decides
         is_partial = len(scores) < len(mine)

@@ -59,7 +59,7 @@ class ScoreDispatcher:
         self._many, self._single = _divided(rewards)
         many = (loading.concurrency_of(reward) for reward in self._many.values())
         self.at_once = self._num_workers * bool(self._single) + sum(
-            one.at_once for one in many if one is not None
+            reward.at_once for reward in many if reward is not None
         )
 
     async def start(self) -> None:

@@ -46,8 +46,8 @@ async def score_group(
                 asking.add(
                     asyncio.create_task(_ask(scoring, action, rewards[action.reward], scorers))
                 )
-            done, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
-            todo = [action for task in done for action in task.result()]
+            finished, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
+            todo = [action for task in finished for action in task.result()]
     finally:
         for task in asking:
             task.cancel()

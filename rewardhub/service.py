@@ -65,8 +65,8 @@ async def serve(options: argparse.Namespace, stop: Stop) -> None:
     Raises:
         UserError: if there is no such pool, or a reward cannot be loaded here.
     """
-    seen = gpus.select(options.gpus)  # before any process is started
-    numbers = gpus.parse(options.gpus) if seen == "cuda" else []
+    visible = gpus.select(options.gpus)  # before any process is started
+    numbers = gpus.parse(options.gpus) if visible == "cuda" else []
     async with join("rewardhub", options, stop) as member:
         pools = options.pools
         kinds = options.rewards
@@ -143,7 +143,7 @@ class RewardhubService:
         """Work until asked to stop, then drain."""
         self.member.announce(self.presence)
         self.member.report(self.metrics)
-        asked = asyncio.create_task(self.member.stop.asked.wait())
+        stopping = asyncio.create_task(self.member.stop.asked.wait())
         reruns: LinkSubscription | None = None
         try:
             if self.pools:
@@ -156,10 +156,10 @@ class RewardhubService:
             )
             self.member.poke()
             self._open_feeds()
-            while not asked.done():
+            while not stopping.done():
                 await self.ahead.serve(self.pools)
                 await asyncio.wait(
-                    {asked, *self._feeds.values()},
+                    {stopping, *self._feeds.values()},
                     timeout=TICK_S,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
@@ -173,9 +173,9 @@ class RewardhubService:
             if reruns is not None:
                 await reruns.close()
             await self.ahead.close()
-            for task in (asked, *self._feeds.values()):
+            for task in (stopping, *self._feeds.values()):
                 task.cancel()
-            await asyncio.gather(asked, *self._feeds.values(), return_exceptions=True)
+            await asyncio.gather(stopping, *self._feeds.values(), return_exceptions=True)
             await self._drain()
 
     def _takes_ahead(self, pool: str) -> bool:
@@ -259,17 +259,19 @@ class RewardhubService:
             return
         self.spec = self.member.spec
         self.domains = domains(self.spec.config)
-        there, (pools, kinds) = all_pools(self.domains), self._chosen
-        named = [pool for pool in pools if pool in there]
-        chosen = named if pools else pools_of_kinds(self.domains, kinds) if kinds else there
-        for pool in set(self.pools) - set(chosen):
+        present, (pools, kinds) = all_pools(self.domains), self._chosen
+        named_pools = [pool for pool in pools if pool in present]
+        serving_pools = (
+            named_pools if pools else pools_of_kinds(self.domains, kinds) if kinds else present
+        )
+        for pool in set(self.pools) - set(serving_pools):
             log.info("pool %s is no longer part of the run", pool)
             self._feeds.pop(pool).cancel()
-        for pool in set(chosen) - set(self.pools):
+        for pool in set(serving_pools) - set(self.pools):
             log.info("pool %s is new", pool)
-        self.pools[:] = chosen  # in place, as self.health shares the list
+        self.pools[:] = serving_pools  # in place, as self.health shares the list
         self.workers.adopt(self._rewards())
-        for pool in chosen:
+        for pool in serving_pools:
             self.health.renew(pool)
         self._open_feeds()
         self.member.poke()
@@ -299,7 +301,7 @@ class RewardhubService:
     async def _score(self, job: _Job, group: wire.Group) -> None:
         rewards = self.domains[group.domain].rewards
         scoring = GroupScoring(group, rewards, self.settings.max_retries)
-        started = time.monotonic()
+        started_at = time.monotonic()
         try:
             with self.member.spans.work(
                 "reward", ticket=group.ticket if group.eval_step < 0 else 0
@@ -325,7 +327,7 @@ class RewardhubService:
         if isinstance(ending, CloseAction):
             await self._close(job, group.ticket, group.domain, group.eval_step, ending)
         else:
-            await self._forward(job, ending, time.monotonic() - started)
+            await self._forward(job, ending, time.monotonic() - started_at)
 
     def _fails(self, job: _Job, key: str, scoring: GroupScoring, ending: CloseAction) -> bool:
         """Count a failed group. Return whether to hand it to another hub, because this host may be
@@ -338,8 +340,8 @@ class RewardhubService:
             ending.own or self.health.blames(job.pool, key, delivery)
         )
 
-    async def _hand_back(self, job: _Job, delay_s: float, why: str) -> None:
-        log.warning("ticket %d handed back: %s", job.delivery.ticket, why)
+    async def _hand_back(self, job: _Job, delay_s: float, reason: str) -> None:
+        log.warning("ticket %d handed back: %s", job.delivery.ticket, reason)
         self.tally.handed_back += 1
         await job.delivery.nak(delay_s)
 
@@ -407,7 +409,7 @@ class RewardhubService:
             serves=self.health.serves,
             problem=self.health.problem,
             job=batch_job(),
-            tickets=sorted({one.ticket for one in in_hand if one.ticket and one.eval_step < 0}),
+            tickets=sorted({job.ticket for job in in_hand if job.ticket and job.eval_step < 0}),
         )
 
     def metrics(self) -> dict[str, float]:
@@ -422,10 +424,10 @@ class RewardhubService:
         }
 
 
-def _serving(known: Sequence[str], wanted: Sequence[str]) -> list[str]:
-    for pool in wanted:
-        if pool not in known:
+def _serving(known_pools: Sequence[str], wanted_pools: Sequence[str]) -> list[str]:
+    for pool in wanted_pools:
+        if pool not in known_pools:
             raise UserError(
-                f"--pools: {pool!r} is not allowed; the pools of this run are {', '.join(known) or 'none'}"
+                f"--pools: {pool!r} is not allowed; the pools of this run are {', '.join(known_pools) or 'none'}"
             )
-    return list(dict.fromkeys(wanted)) or list(known)
+    return list(dict.fromkeys(wanted_pools)) or list(known_pools)

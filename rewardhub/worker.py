@@ -59,13 +59,13 @@ class RewardWorker:
         except NoScore as error:
             return protocol.ScoreFailureReply(line.clean(f"{request.name}: {error}"), retry=False)
         except BaseException as error:  # noqa: BLE001 - user code may raise anything
-            spent = isinstance(error, MemoryError) or (
+            is_spent = isinstance(error, MemoryError) or (
                 self._allowance is not None and self._allowance.spent()
             )
             return protocol.ScoreFailureReply(
                 f"{request.name}: {fault.told(error)}",
                 retry=True,
-                spent=spent,
+                spent=is_spent,
                 trace=fault.trace(error),
             )
 

@@ -138,9 +138,9 @@ class RewardWorkerProcess:
 
     def weigh(self, memory_mib: int) -> None:
         """Kill it if it and its descendants take more than ``memory_mib`` beyond ``base_mib``."""
-        used = limits.resident_mib(limits.tree(self.child.pid)) - self.base_mib
-        if used > memory_mib and self.child.poll() is None:
-            self.killed_for = limits.too_much(used, memory_mib)
+        used_mib = limits.resident_mib(limits.tree(self.child.pid)) - self.base_mib
+        if used_mib > memory_mib and self.child.poll() is None:
+            self.killed_for = limits.too_much(used_mib, memory_mib)
             limits.kill_tree(self.child.pid)
 
     async def kill(self) -> None:

@@ -17,13 +17,13 @@ def weights_problem(tensors: Mapping[str, Tensor], folder: str | Path) -> str:
         tensors: of the loaded model.
         folder: with the safetensors files that they come from.
     """
-    if not (loaded := first_non_finite(tensors)):
+    if not (name_loaded := first_non_finite(tensors)):
         return ""
     for path in sorted(Path(folder).glob("*.safetensors")):
-        if stored := _first_in_file(path):
-            return f"{path.name}: {stored}"
+        if name_stored := _first_in_file(path):
+            return f"{path.name}: {name_stored}"
     dtype = next(iter(tensors.values())).dtype
-    return f"{loaded}; its file holds only finite values, which do not fit {str(dtype).removeprefix('torch.')}"
+    return f"{name_loaded}; its file holds only finite values, which do not fit {str(dtype).removeprefix('torch.')}"
 
 
 def _first_in_file(path: Path) -> str:

@@ -91,16 +91,18 @@ class GuideCompiler:
             GuideError: if a schema is not a JSON object.
         """
         terms = [
-            [*self._spelled(one.before), f"value_{n}", *self._spelled(one.after)]
-            for n, one in enumerate(guides)
+            [*self._spelled(guide.before), f"value_{n}", *self._spelled(guide.after)]
+            for n, guide in enumerate(guides)
         ]
-        forms = [" ".join(each) for each in terms]
-        values = [f"value_{n}: %json {self._schema(one.schema)}" for n, one in enumerate(guides)]
+        forms = [" ".join(term) for term in terms]
+        values = [
+            f"value_{n}: %json {self._schema(guide.schema)}" for n, guide in enumerate(guides)
+        ]
         return "\n".join([f"start: {' | '.join(forms)}", *values, ""])
 
-    def _schema(self, given: str) -> str:
+    def _schema(self, text: str) -> str:
         try:
-            schema = json.loads(given)
+            schema = json.loads(text)
         except (ValueError, RecursionError):
             raise GuideError("the schema is not valid JSON") from None
         if not isinstance(schema, dict):
@@ -188,5 +190,5 @@ class GuideMatcher:
 def _line(error: str) -> str:
     """Return llguidance's error without the grammar that it quotes."""
     lines = [line.strip() for line in error.splitlines() if " | " not in line]
-    said = " ".join(line for line in lines if not line.startswith("^"))
-    return said.partition("failed to compile JSON schema: ")[2][:300] or said[:300]
+    message = " ".join(line for line in lines if not line.startswith("^"))
+    return message.partition("failed to compile JSON schema: ")[2][:300] or message[:300]

@@ -168,8 +168,8 @@ def check_type(files: ModelFiles, *, trust_remote_code: bool) -> None:
         ConfigError: if it does not.
     """
     name = files.config.get("model_type")
-    known = known_types()
-    if not isinstance(name, str) or known is None or name in known:
+    types = known_types()
+    if not isinstance(name, str) or types is None or name in types:
         return
     has_code = "auto_map" in files.config
     if has_code and trust_remote_code:
@@ -192,7 +192,9 @@ def check_unquantized(files: ModelFiles) -> None:
         files.text_config.get("quantization_config"),
     ]
     methods = [
-        str(each.get("quant_method", "unknown")) for each in sections if isinstance(each, Mapping)
+        str(section.get("quant_method", "unknown"))
+        for section in sections
+        if isinstance(section, Mapping)
     ]
     methods += [
         method for file, method in _QUANTIZED_FILES.items() if (files.folder / file).exists()
@@ -285,13 +287,13 @@ def known_positions(model: Mapping[str, Any]) -> int | None:
     """
     path = model.get("path")
     if path is None:
-        found = (model.get("tiny") or {}).get("max_position_embeddings")
+        positions = (model.get("tiny") or {}).get("max_position_embeddings")
     elif is_local(path) and Path(path).expanduser().is_dir():
         config = read_json(Path(path).expanduser() / "config.json", path, KEY, missing_ok=True)
-        found = (config.get("text_config") or config).get("max_position_embeddings")
+        positions = (config.get("text_config") or config).get("max_position_embeddings")
     else:
         return None
-    return found if isinstance(found, int) else None
+    return positions if isinstance(positions, int) else None
 
 
 def sampling_note(model: Mapping[str, Any], domains: Mapping[str, Any]) -> str:
@@ -344,12 +346,12 @@ def _media_tokens(config: Mapping[str, Any]) -> set[str]:
     """
     extra = config.get("extra_special_tokens")
     places: Iterable[Mapping[str, Any]] = (config, extra if isinstance(extra, Mapping) else {})
-    named = {
+    token_ids = {
         key: value for place in places for key, value in place.items() if key.endswith("_token")
     }
     texts = {
         key: value.get("content") if isinstance(value, Mapping) else value
-        for key, value in named.items()
+        for key, value in token_ids.items()
     }
     return {
         text for key, text in texts.items() if key not in _TEXT_TOKENS and isinstance(text, str)

@@ -85,10 +85,10 @@ async def local_model(bus: Bus, spec: wire.RunSpec) -> LocalModel:
     """
     wanted = spec.model_files
     with_code = bool((spec.config.get("model") or {}).get("trust_remote_code"))
-    here = Path(spec.model_path)
+    folder = Path(spec.model_path)
     if (
         not wanted
-        or await aside(MOST_BYTES, lambda: digest_of(read_files(here, with_code=with_code)))
+        or await aside(MOST_BYTES, lambda: digest_of(read_files(folder, with_code=with_code)))
         == wanted
     ):
         return LocalModel(spec.model_path)
@@ -119,8 +119,8 @@ def read_files(folder: Path, *, with_code: bool) -> dict[str, bytes]:
     folder.
     """
     patterns = (*TOKENIZER_FILES, "*.py") if with_code else TOKENIZER_FILES
-    found = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
-    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(found)}
+    paths = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
+    return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(paths)}
 
 
 def digest_of(files: Mapping[str, bytes]) -> str:
@@ -145,8 +145,8 @@ async def _fetch(bus: Bus, digest: str, path: str) -> dict[str, bytes]:
         if digest_of(files) != digest:
             raise WireError("their digest is wrong")
     except WireError as error:
-        why = f"this host has no {path}, and its files on the broker cannot be used: {error}"
-        raise UserError(f"{why}; copy the folder here, or restart the learner") from None
+        reason = f"this host has no {path}, and its files on the broker cannot be used: {error}"
+        raise UserError(f"{reason}; copy the folder here, or restart the learner") from None
     return files
 
 

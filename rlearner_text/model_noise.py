@@ -36,7 +36,7 @@ def noise_limit(
 
 
 def noise_problem(
-    samples: Sequence[Values], other: Values, *, epsilon: float, stretches: Sequence[int] = ()
+    samples: Sequence[Values], judged: Values, *, epsilon: float, stretches: Sequence[int] = ()
 ) -> str:
     """Return how another way of computing differs by more than noise; empty if it does not.
 
@@ -46,7 +46,7 @@ def noise_problem(
         stretches: lengths beyond which the model computes otherwise; each stretch of text between
             them is judged alone, since few tokens past a window are lost in the mean of all.
     """
-    difference = _distance(other, samples[0])
+    difference = _distance(judged, samples[0])
     noise = _noise(samples)
     rounding = _rounding(samples[0], epsilon)
     ends = sorted({0, len(difference), *(end for end in stretches if end < len(difference))})
@@ -58,9 +58,9 @@ def noise_problem(
         if not mean <= (
             limit := MEAN_RATIO * max(noise[start:end].mean(), noise.mean()) + rounding / 2
         ):
-            where = f" at tokens {start} to {end}" if len(ends) > 2 else ""
+            place = f" at tokens {start} to {end}" if len(ends) > 2 else ""
             own = f"the model from itself by {limit / MEAN_RATIO:.2g}"
-            return f"logprobs differ by {mean:.2g} on average{where}, {own}"
+            return f"logprobs differ by {mean:.2g} on average{place}, {own}"
     return ""
 
 
@@ -69,16 +69,16 @@ def _noise(samples: Sequence[Values]) -> npt.NDArray[np.float64]:
     if len(samples) < 2:
         return np.zeros(len(samples[0]))
     distances: npt.NDArray[np.float64] = np.max(
-        [_distance(each, samples[0]) for each in samples[1:]], axis=0
+        [_distance(sample, samples[0]) for sample in samples[1:]], axis=0
     )
     return distances
 
 
-def _distance(values: Values, others: Values) -> npt.NDArray[np.float64]:
+def _distance(values: Values, reference: Values) -> npt.NDArray[np.float64]:
     """Return the distance at each token: of logprobs (n,), or root mean square of (n, tokens of the
     vocabulary).
     """
-    squares = (values.astype(np.float64) - others) ** 2
+    squares = (values.astype(np.float64) - reference) ** 2
     distance: npt.NDArray[np.float64] = np.sqrt(squares.reshape(len(squares), -1).mean(1))
     return distance
 

@@ -73,7 +73,7 @@ def try_model(
         "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)
     }
     try:
-        done = subprocess.run(
+        ended_process = subprocess.run(
             command,
             input=order,
             env=environment,
@@ -82,7 +82,7 @@ def try_model(
             errors="replace",
             timeout=WITHIN_S,
         )
-        problem = _problem(done.returncode, done.stderr)
+        problem = _problem(ended_process.returncode, ended_process.stderr)
     except subprocess.TimeoutExpired:
         problem = f"did not end within {WITHIN_S:g} s"
     if problem:
@@ -93,14 +93,14 @@ def try_model(
         passed.touch()
 
 
-def _problem(exit_code: int, said: str) -> str:
+def _problem(exit_code: int, output: str) -> str:
     if exit_code == 0:
         return ""
     if exit_code in (-signal.SIGXCPU, -signal.SIGKILL):
         return f"takes more than {CPU_S} s for a short conversation"
     if exit_code == OUT_OF_MEMORY:
         return f"takes more than {MEMORY_BYTES >> 30} GiB for a short conversation"
-    last = " ".join((said.strip().splitlines() or [""])[-1].split())[:MAX_MESSAGE]
+    last = " ".join((output.strip().splitlines() or [""])[-1].split())[:MAX_MESSAGE]
     return f"crashes (exit code {exit_code}{': ' if last else ''}{last})"
 
 
@@ -151,7 +151,7 @@ def _chats() -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
         "type": "function",
         "function": {"name": "look", "arguments": {"at": "x"}},
     }
-    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    call_message = {"role": "assistant", "content": "", "tool_calls": [call]}
     result = {"role": "tool", "content": "seen", "tool_call_id": "call00000", "name": "look"}
     parameters = {"type": "object", "properties": {"at": {"type": "string"}}}
     tools = [
@@ -165,7 +165,7 @@ def _chats() -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
     return [
         *((chat, []) for chat in shapes),
         ([user], tools),
-        ([user, called, result, assistant, user], tools),
+        ([user, call_message, result, assistant, user], tools),
     ]
 
 

@@ -41,14 +41,14 @@ def _shield_piece(pattern: re.Pattern[str], text: str, start: int, longest: int)
     the next piece.
     """
     end = min(start + _PIECE, len(text))
-    written = start
+    position = start
     parts = []
     for match in pattern.finditer(text, start, end + longest):
         if match.start() >= end:
             break
-        parts += [text[written : match.end()], CUT]
-        written = match.end()
-    return "".join([*parts, text[written:end]])
+        parts += [text[position : match.end()], CUT]
+        position = match.end()
+    return "".join([*parts, text[position:end]])
 
 
 def shield_values(shield: Callable[[str], str], value: Any) -> Any:
@@ -57,10 +57,10 @@ def shield_values(shield: Callable[[str], str], value: Any) -> Any:
         return shield(value)
     if isinstance(value, dict):
         return {
-            shield_values(shield, key): shield_values(shield, one) for key, one in value.items()
+            shield_values(shield, key): shield_values(shield, item) for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [shield_values(shield, one) for one in value]
+        return [shield_values(shield, item) for item in value]
     return value
 
 

@@ -36,21 +36,23 @@ def use_conversions(
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
     conversions = get_model_conversion_mapping(module)
-    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
-    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
+    converters = [
+        conversion for conversion in conversions if isinstance(conversion, WeightConverter)
+    ]
     prefix = module.base_model_prefix
     own = dict.fromkeys(names, True)
-    same = frozenset(untrained)
-    kept = []
+    unchanged = frozenset(untrained)
+    selected = []
     for name in stored:
         renamed, _ = rename_source_key(name, renamings, converters, prefix, own)
         if renamed not in own:  # then it is not to be renamed, or not held at all
             renamed = rename_source_key(name, [], [], prefix, own)[0]
-        if renamed not in own or renamed in same:
-            kept.append(name)
+        if renamed not in own or renamed in unchanged:
+            selected.append(name)
     # as ``from_pretrained`` sets it
-    module._weight_conversions = [each for each in conversions if each.was_used()]
-    return sorted(kept)
+    module._weight_conversions = [conversion for conversion in conversions if conversion.was_used()]
+    return sorted(selected)
 
 
 def keeps_names(module: Any, shapes: Mapping[str, Tensor]) -> bool:
@@ -63,7 +65,7 @@ def keeps_names(module: Any, shapes: Mapping[str, Tensor]) -> bool:
     conversions = getattr(module, "_weight_conversions", None)
     if conversions is None:
         conversions = get_model_conversion_mapping(module, add_legacy=False)
-    if not all(isinstance(each, WeightRenaming) for each in conversions):
+    if not all(isinstance(conversion, WeightRenaming) for conversion in conversions):
         return False
     return not conversions or set(stored_form(module, shapes)) == set(shapes)
 
@@ -94,10 +96,10 @@ def stored_groups(
     except (RuntimeError, ValueError, KeyError, IndexError, TypeError):
         return [(list(shapes), whole)]
     parts = {name: tensor.shape for _, form in groups for name, tensor in form.items()}
-    same = parts == {name: tensor.shape for name, tensor in whole.items()}
+    is_same = parts == {name: tensor.shape for name, tensor in whole.items()}
     return (
         groups
-        if same and len(parts) == sum(len(form) for _, form in groups)
+        if is_same and len(parts) == sum(len(form) for _, form in groups)
         else [(list(shapes), whole)]
     )
 
@@ -147,5 +149,5 @@ def as_stored(
             yield name, tensor
             continue
         whole = tensor.contiguous()
-        for stored, shape, stride, offset in views[name]:
-            yield stored, whole.as_strided(shape, stride, offset + whole.storage_offset())
+        for stored_name, shape, stride, offset in views[name]:
+            yield stored_name, whole.as_strided(shape, stride, offset + whole.storage_offset())

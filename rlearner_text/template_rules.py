@@ -87,12 +87,12 @@ class TemplateRules:
         Raises:
             ConfigError: if the template rejects the message.
         """
-        asked = [_user(_ASKED[0])]
-        prompt = _after(self._render(asked), _ASKED[0])
+        question = [_user(_ASKED[0])]
+        prompt = _after(self._render(question), _ASKED[0])
         span = None
         turn = ""
         for message in self._forms(text):
-            turn = _after(self._render([*asked, message], prompt=False), _ASKED[0])
+            turn = _after(self._render([*question, message], prompt=False), _ASKED[0])
             if (span := rendered_span(prompt, turn, self.end_of_turn, text)) is not None:
                 break
         if span is None:
@@ -106,8 +106,11 @@ class TemplateRules:
         if not is_closed or not self.reader.has_channels:
             return [_assistant(text)]
         thinking = reasoning.strip().removeprefix(OPEN).strip()
-        named = {"thinking": thinking, "reasoning_content": thinking}  # as templates name it
-        return [_assistant(answer.strip()) | named, _assistant(text)]
+        thinking_fields = {
+            "thinking": thinking,
+            "reasoning_content": thinking,
+        }  # as templates name it
+        return [_assistant(answer.strip()) | thinking_fields, _assistant(text)]
 
     def text(self, token_ids: Sequence[int]) -> str:
         """Return the text of a sampled turn without special tokens; reasoning stands between
@@ -124,11 +127,11 @@ class TemplateRules:
         return self._spelling.calls(text) if self._spelling else []
 
     def _find_spelling(self) -> ToolSyntax:
-        asked = [_user(_ASKED[0])]
-        words = self._render([*asked, _assistant(_ANSWERED[0])], prompt=False)
+        question = [_user(_ASKED[0])]
+        words = self._render([*question, _assistant(_ANSWERED[0])], prompt=False)
         try:
             spelling, behind = learn_syntax(
-                self._render([*asked, PROBE], prompt=False), _before(words, _ANSWERED[0])
+                self._render([*question, PROBE], prompt=False), _before(words, _ANSWERED[0])
             )
         except UnknownSyntaxError as error:
             raise self._no_calls(str(error)) from None
@@ -153,8 +156,8 @@ class TemplateRules:
     def _no_calls(self, problem: str) -> ConfigError:
         return self._rejected(f"cannot be used with tools: {problem}")
 
-    def _rejected(self, why: str) -> ConfigError:
-        return self._tokenizer.template_error(f"{why}; use another template")
+    def _rejected(self, reason: str) -> ConfigError:
+        return self._tokenizer.template_error(f"{reason}; use another template")
 
     @cached_property
     def end_of_turn(self) -> str:
@@ -221,9 +224,13 @@ class TemplateRules:
     @cached_property
     def reader(self) -> TurnReader:
         """Reads sampled turns as text."""
-        asked = [_user(_ASKED[0])]
-        turn = _before(self._render([*asked, _assistant(_ANSWERED[0])], prompt=False), _ANSWERED[0])
-        header = turn.removeprefix(prompt) if turn.startswith(prompt := self._render(asked)) else ""
+        question = [_user(_ASKED[0])]
+        turn = _before(
+            self._render([*question, _assistant(_ANSWERED[0])], prompt=False), _ANSWERED[0]
+        )
+        header = (
+            turn.removeprefix(prompt) if turn.startswith(prompt := self._render(question)) else ""
+        )
         return TurnReader(self._tokenizer, self._tokenizer.encode(header))
 
     @cached_property

@@ -14,18 +14,18 @@ def without_thinking(text: str) -> str:
     Text before a ``</think>`` is reasoning even without a ``<think>``, because a chat template may
     have opened the block. An unclosed block is reasoning to its end.
     """
-    _, closed, said = text.rpartition(CLOSE)
-    said, opened, _ = (said if closed else text).partition(OPEN)
-    return said.lstrip() if closed or opened else text
+    _, closed, answer = text.rpartition(CLOSE)
+    answer, opened, _ = (answer if closed else text).partition(OPEN)
+    return answer.lstrip() if closed or opened else text
 
 
 def after_thinking(text: str) -> str:
     """Return the text after the reasoning; nothing if its last block is not closed, for that is no
     answer.
     """
-    _, closed, said = text.rpartition(CLOSE)
-    said = said if closed else text
-    return "" if OPEN in said else said
+    _, closed, answer = text.rpartition(CLOSE)
+    answer = answer if closed else text
+    return "" if OPEN in answer else answer
 
 
 def is_open(text: str) -> bool:

@@ -102,8 +102,8 @@ class _Fast:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_id(self, token: str) -> int | None:
-        found: int | None = self._tokenizer.token_to_id(token)
-        return found
+        token_id: int | None = self._tokenizer.token_to_id(token)
+        return token_id
 
     def size(self) -> int:
         return int(self._tokenizer.get_vocab_size(with_added_tokens=True))
@@ -113,9 +113,9 @@ class _Fast:
 
     def special(self) -> list[str]:
         return [
-            one.content
-            for one in self._tokenizer.get_added_tokens_decoder().values()
-            if one.special
+            added.content
+            for added in self._tokenizer.get_added_tokens_decoder().values()
+            if added.special
         ]
 
 
@@ -131,9 +131,9 @@ class _Auto:
                 folder, trust_remote_code=trust_remote_code
             )
         except (OSError, ValueError, ImportError, KeyError) as error:
-            said = " ".join(str(error).split())[:300]
+            problem = " ".join(str(error).split())[:300]
             raise ConfigError(
-                key, name, f"it has no tokenizer that transformers can load: {said}"
+                key, name, f"it has no tokenizer that transformers can load: {problem}"
             ) from None
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
@@ -143,8 +143,8 @@ class _Auto:
         return str(self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens))
 
     def token_id(self, token: str) -> int | None:
-        found: int | None = self._tokenizer.get_vocab().get(token)
-        return found
+        token_id: int | None = self._tokenizer.get_vocab().get(token)
+        return token_id
 
     def size(self) -> int:
         return len(self._tokenizer)
@@ -153,7 +153,11 @@ class _Auto:
         return dict(self._tokenizer.get_vocab())
 
     def special(self) -> list[str]:
-        added = [str(one) for one in self._tokenizer.added_tokens_decoder.values() if one.special]
+        added = [
+            str(added_token)
+            for added_token in self._tokenizer.added_tokens_decoder.values()
+            if added_token.special
+        ]
         return [*added, *self._tokenizer.all_special_tokens]
 
 
@@ -290,10 +294,10 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of the token ids."""
-        found = ids.tolist() if isinstance(ids, array) else [int(i) for i in ids]
-        if len(found) > _SHORT:
-            return self._backend.decode(found, skip_special_tokens)
-        return self._decode_short(tuple(found), skip_special_tokens)
+        token_ids = ids.tolist() if isinstance(ids, array) else [int(i) for i in ids]
+        if len(token_ids) > _SHORT:
+            return self._backend.decode(token_ids, skip_special_tokens)
+        return self._decode_short(tuple(token_ids), skip_special_tokens)
 
     def token_id(self, token: str) -> int | None:
         """Return the id of a token by its exact spelling, or None."""
@@ -384,14 +388,14 @@ def _load_fast(file: Path, config: dict[str, Any], name: str, key: str) -> _Fast
 
 
 def _named_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> dict[str, str]:
-    named: dict[str, str] = {}
+    tokens: dict[str, str] = {}
     for kind in _NAMED_TOKENS:
         token = config.get(kind, special_map.get(kind))
         if isinstance(token, dict):
             token = token.get("content")
         if isinstance(token, str):
-            named[kind] = token
-    return named
+            tokens[kind] = token
+    return tokens
 
 
 def _first_words(template: str) -> str:

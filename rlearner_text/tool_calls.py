@@ -70,19 +70,19 @@ class ToolSyntax:
             ToolCallError: if it looks like a call, but its JSON does not parse or has no name or
                 arguments.
         """
-        found: list[ToolCall] = []
+        calls: list[ToolCall] = []
         if not self.opener:
             return (
-                self._read(text.lstrip(), found)[0]
+                self._read(text.lstrip(), calls)[0]
                 if text.lstrip().startswith(("{", "["))
-                else found
+                else calls
             )
-        rest = text
-        while (at := rest.find(self.opener)) >= 0:
-            found, rest = self._read(rest[at + len(self.opener) :].lstrip(), found)
-        return found
+        remainder = text
+        while (at := remainder.find(self.opener)) >= 0:
+            calls, remainder = self._read(remainder[at + len(self.opener) :].lstrip(), calls)
+        return calls
 
-    def _read(self, text: str, found: list[ToolCall]) -> tuple[list[ToolCall], str]:
+    def _read(self, text: str, calls: list[ToolCall]) -> tuple[list[ToolCall], str]:
         """Parse calls at the beginning of a text; return all calls found so far and the rest of the
         text.
         """
@@ -91,7 +91,7 @@ class ToolSyntax:
         except strict.BadJson as error:
             raise ToolCallError(f"the tool call is not valid JSON: {error}") from None
         values = value if isinstance(value, list) else [value]
-        return found + [self._call(one) for one in values], text[end:]
+        return calls + [self._call(value) for value in values], text[end:]
 
     def _call(self, value: object) -> ToolCall:
         name = value.get(self.name_key) if isinstance(value, dict) else None
@@ -114,7 +114,7 @@ class ToolSyntax:
         return ToolCall(name, arguments)
 
 
-def learn_syntax(rendered: str, before: str) -> tuple[ToolSyntax, str]:
+def learn_syntax(rendered: str, text_before: str) -> tuple[ToolSyntax, str]:
     """Return a template's call syntax, and what it puts after the JSON of ``PROBE``.
 
     Args:
@@ -139,7 +139,7 @@ def learn_syntax(rendered: str, before: str) -> tuple[ToolSyntax, str]:
         arguments = [key for key, item in keys.items() if item != _NAME]
         if names and arguments:
             ahead = without_thinking(
-                rendered[common_length(rendered, before.rstrip()) : start]
+                rendered[common_length(rendered, text_before.rstrip()) : start]
             ).lstrip()
             opener = ahead.strip()
             behind = (

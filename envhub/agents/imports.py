@@ -63,9 +63,9 @@ def missing(
     command = [interpreter, "-c", PROBE, folder, *names]
     env = {**worker_environment(), **env}
     try:
-        asked = subprocess.run(
+        process = subprocess.run(
             command, capture_output=True, text=True, timeout=WITHIN_S, check=False, env=env, cwd=cwd
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return asked.stdout.split() if asked.returncode == 0 else []
+    return process.stdout.split() if process.returncode == 0 else []

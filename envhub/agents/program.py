@@ -107,10 +107,10 @@ async def _status(child: subprocess.Popen[bytes]) -> int:
     except ProcessLookupError:
         return child.wait()
     loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
-    loop.add_reader(handle, ended.set)
+    has_ended = asyncio.Event()
+    loop.add_reader(handle, has_ended.set)
     try:
-        await ended.wait()
+        await has_ended.wait()
     finally:
         loop.remove_reader(handle)
         os.close(handle)
@@ -119,7 +119,7 @@ async def _status(child: subprocess.Popen[bytes]) -> int:
 
 async def _tail(end: int) -> tuple[bytes, bool]:
     """Return the last bytes of a pipe, those so far when cancelled; and whether there were more."""
-    kept = bytearray()
+    tail = bytearray()
     is_cut = False
     reader = asyncio.StreamReader()
     pipe = os.fdopen(end, "rb", buffering=0)
@@ -127,11 +127,11 @@ async def _tail(end: int) -> tuple[bytes, bool]:
     transport, _ = await connect(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     try:
         while piece := await reader.read(KEPT_BYTES):
-            kept += piece
-            is_cut = is_cut or len(kept) > KEPT_BYTES
-            del kept[:-KEPT_BYTES]
+            tail += piece
+            is_cut = is_cut or len(tail) > KEPT_BYTES
+            del tail[:-KEPT_BYTES]
     except asyncio.CancelledError:
         pass  # something else still holds the pipe open
     finally:
         transport.close()
-    return bytes(kept), is_cut
+    return bytes(tail), is_cut

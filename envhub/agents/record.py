@@ -110,12 +110,12 @@ class EpisodeRecord:
         for sample in sorted(self.samples, key=lambda one: -len(one.token_ids)):
             if sample.text is None or not text.startswith(sample.text):
                 continue
-            rest = self._tokenizer.encode(text[len(sample.text) :])
+            new_tokens = self._tokenizer.encode(text[len(sample.text) :])
             if self._closing and sample.token_ids[-1] == self._closing[-1]:
-                if rest[: len(self._closing)] != self._closing:
+                if new_tokens[: len(self._closing)] != self._closing:
                     continue  # the answer was closed, but the prompt continues it
-                del rest[: len(self._closing)]
-            return self._known([*sample.token_ids, *rest], text)
+                del new_tokens[: len(self._closing)]
+            return self._known([*sample.token_ids, *new_tokens], text)
         return self._known(self._tokenizer.encode(text), text)
 
     def _known(self, token_ids: list[int], text: str) -> list[int]:
@@ -124,8 +124,8 @@ class EpisodeRecord:
 
     def goes_on(self, prompt: array[int]) -> RecordedSample | None:
         """Return the longest sample that the prompt begins with."""
-        begun = (one for one in self.samples if one.begins(prompt))
-        return max(begun, key=lambda one: len(one.token_ids), default=None)
+        candidates = (recorded for recorded in self.samples if recorded.begins(prompt))
+        return max(candidates, key=lambda one: len(one.token_ids), default=None)
 
     def sampled(self, prompt: array[int], sampled: SampledTurn) -> RecordedSample:
         """Record an answered call and return its sample; of two calls from the same place only the
@@ -134,14 +134,16 @@ class EpisodeRecord:
         self.num_calls += 1
         sample = self.goes_on(prompt)
         if sample is None:
-            sample = RecordedSample(1 + max((one.number for one in self.samples), default=-1))
+            sample = RecordedSample(
+                1 + max((recorded.number for recorded in self.samples), default=-1)
+            )
         else:
             self.samples.remove(sample)
         self.samples.append(sample)
         sample.ask(prompt[len(sample.token_ids) :])
         sample.answer(sampled)
-        asked = self._texts.get(prompt.tobytes())
-        sample.text = None if asked is None else asked + self._said(sampled.token_ids)
+        prompt_text = self._texts.get(prompt.tobytes())
+        sample.text = None if prompt_text is None else prompt_text + self._said(sampled.token_ids)
         self.last_response = self._tokenizer.decode(sampled.token_ids)
         return sample
 

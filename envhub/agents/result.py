@@ -60,8 +60,8 @@ def read(
         BadResult: if it crashed, or its output is not a result.
     """
     if status and not (source == "exit" and status == 1):
-        how = f"by signal {-status}" if status < 0 else f"with exit code {status}"
-        raise BadResult(f"the agent ended {how}{_last(stderr)}", _trace(stderr))
+        cause = f"by signal {-status}" if status < 0 else f"with exit code {status}"
+        raise BadResult(f"the agent ended {cause}{_last(stderr)}", _trace(stderr))
     # not splitlines: JSON may hold other line separators
     line = next((line for line in reversed(stdout.split("\n")) if line.strip()), "").strip()
     if source == "result":
@@ -70,10 +70,10 @@ def read(
                 f"the last line that the agent printed is longer than {KEPT_BYTES} bytes: {_shown(line)}"
             )
         return _result(line)
-    found = _object(line)
+    reply = _object(line)
     extra = (
-        _checked({key: value for key, value in found.items() if key != "reward"})
-        if found
+        _checked({key: value for key, value in reply.items() if key != "reward"})
+        if reply
         else AgentResult()
     )
     if source == "none":
@@ -94,34 +94,34 @@ def _trace(stderr: str) -> str:
 
 def _object(line: str) -> dict[str, Any]:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def _result(line: str) -> AgentResult:
     try:
-        found = json.loads(line)
+        value = json.loads(line)
     except (ValueError, RecursionError):
         problem = f"is not a JSON number or object with a reward: {_shown(line)}"
         raise BadResult(f"the last line that the agent printed {problem}") from None
-    if isinstance(found, dict):
-        if "reward" not in found:
+    if isinstance(value, dict):
+        if "reward" not in value:
             raise BadResult(f"the last line that the agent printed has no reward: {_shown(line)}")
-        return _checked(found)
-    return _checked({"reward": found})
+        return _checked(value)
+    return _checked({"reward": value})
 
 
-def _checked(found: dict[str, Any]) -> AgentResult:
-    for key in found:
+def _checked(reply: dict[str, Any]) -> AgentResult:
+    for key in reply:
         if key not in KNOWN:
             raise BadResult(f"the agent's result has {key!r}; known: {', '.join(KNOWN)}")
-    reward = None if "reward" not in found else _number("reward", found["reward"])
-    success = found.get("success", reward is not None and reward >= 1)
+    reward = None if "reward" not in reply else _number("reward", reply["reward"])
+    success = reply.get("success", reward is not None and reward >= 1)
     if not isinstance(success, bool):
         raise BadResult(f"the agent's result has success {_shown(success)}, not true or false")
-    response = found.get("response")
+    response = reply.get("response")
     if response is not None and not (
         isinstance(response, str) and len(response) <= MAX_RESPONSE_CHARS
     ):
@@ -130,7 +130,7 @@ def _checked(found: dict[str, Any]) -> AgentResult:
         )
     if response is not None and (problem := text_problem(response)):
         raise BadResult(f"the agent's result has a response that is {problem}")
-    metrics = found.get("metrics", {})
+    metrics = reply.get("metrics", {})
     if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS:
         raise BadResult(
             f"the agent's result has metrics {_shown(metrics)}, not at most {MAX_METRICS} numbers by name"
@@ -143,7 +143,7 @@ def _checked(found: dict[str, Any]) -> AgentResult:
     return AgentResult(reward, success, response, numbers)
 
 
-def _number(what: str, value: object) -> float:
+def _number(noun: str, value: object) -> float:
     try:
         number = (
             float(value)
@@ -153,7 +153,7 @@ def _number(what: str, value: object) -> float:
     except OverflowError:  # an integer beyond every float
         number = math.inf
     if not math.isfinite(number):
-        raise BadResult(f"the agent's result has {what} {_shown(value)}, not a finite number")
+        raise BadResult(f"the agent's result has {noun} {_shown(value)}, not a finite number")
     return number
 
 

@@ -71,35 +71,42 @@ class AgentRunner:
                 await self._server.start("127.0.0.1", 0)
         session = AgentSession(task, means, on_tokens)
         key = f"rl-{secrets.token_urlsafe(24)}"
-        started = time.perf_counter()
+        started_at = time.perf_counter()
         self._sessions[key] = session
         row = agent_env.row(args, task.task_index, task.split)
         try:
-            given = self._given(task, row)
+            program_input = self._given(task, row)
             env = self._environment(args, task, key)
-            with sandboxed_start(task.domain, args.cwd) as how:
-                command = sandboxed_command(how, agent_env.command(args))
-                ended = await program.run(command, given, env, args.cwd, how.files if how else ())
+            with sandboxed_start(task.domain, args.cwd) as sandbox:
+                command = sandboxed_command(sandbox, agent_env.command(args))
+                exit_state = await program.run(
+                    command, program_input, env, args.cwd, sandbox.files if sandbox else ()
+                )
         except (OSError, UserError) as error:
             raise EpisodeFailed("env", f"the agent cannot be started: {error}") from None
         finally:
             session.close()
             del self._sessions[key]
-        result = _result(args, session, ended)
-        spent_s = max(0.0, time.perf_counter() - started - session.generate_s)
+        result = _result(args, session, exit_state)
+        spent_s = max(0.0, time.perf_counter() - started_at - session.generate_s)
         prompt, reference = (
             agent_env.text_of(args, row, column) for column in (args.prompt, args.answer)
         )
         return _played(task, session, result, prompt, reference, spent_s)
 
     def _given(self, task: EpisodeTask, row: object) -> str:
-        given = {
+        program_input = {
             "task_index": task.task_index,
             "split": task.split,
             "seed": task.seed,
             "episode": task.episode,
         }
-        return json.dumps(given if row is None else given | {"row": row}, ensure_ascii=False) + "\n"
+        return (
+            json.dumps(
+                program_input if row is None else program_input | {"row": row}, ensure_ascii=False
+            )
+            + "\n"
+        )
 
     def _environment(self, args: AgentArgs, task: EpisodeTask, key: str) -> dict[str, str]:
         own = {
@@ -115,7 +122,7 @@ class AgentRunner:
         }
 
 
-def _result(args: AgentArgs, session: AgentSession, ended: program.ProgramExit) -> AgentResult:
+def _result(args: AgentArgs, session: AgentSession, exit_state: program.ProgramExit) -> AgentResult:
     """Return the program's result; giving up for lack of calls, context or answer length is not a
     crash.
 
@@ -123,7 +130,13 @@ def _result(args: AgentArgs, session: AgentSession, ended: program.ProgramExit) 
         EpisodeFailed: if the program crashed or never called the policy.
     """
     try:
-        result = read(args.reward, ended.status, ended.stdout, ended.stderr, is_cut=ended.is_cut)
+        result = read(
+            args.reward,
+            exit_state.status,
+            exit_state.stdout,
+            exit_state.stderr,
+            is_cut=exit_state.is_cut,
+        )
     except BadResult as error:
         if session.failed:
             raise EpisodeFailed("generate", f"{error} ({session.failed})") from None
@@ -161,13 +174,15 @@ def _played(
         "num_turns": float(session.record.num_calls),
         "num_samples": float(len(samples)),
     }
-    sampled = sum(turn.end - turn.start for one in samples for turn in one.turns)
-    if (untrained := sampled - sum(one.loss_mask.count(1) for one in samples)) > 0:
+    sampled = sum(turn.end - turn.start for trajectory in samples for turn in trajectory.turns)
+    if (untrained := sampled - sum(trajectory.loss_mask.count(1) for trajectory in samples)) > 0:
         metrics["reshaped_share"] = untrained / sampled
-    trajectories = [_trajectory(task, session, one, result, reward) for one in samples]
+    trajectories = [
+        _trajectory(task, session, trajectory, result, reward) for trajectory in samples
+    ]
     response = session.record.last_response if result.response is None else result.response
     trajectories[-1] = msgspec.structs.replace(trajectories[-1], response=response, metrics=metrics)
-    versions = [version for one in samples for version in one.version_runs[::2]]
+    versions = [version for trajectory in samples for version in trajectory.version_runs[::2]]
     return EpisodeResult(
         trajectories,
         prompt,

@@ -115,12 +115,12 @@ class AgentSession:
         async with self._recording:  # the record must not change while a thread reads it
             is_short = not isinstance(body, ChatBody) or len(body.messages) <= FEW_MESSAGES
             if is_short and body.characters < LONG_TEXT:
-                found = self._encoded(body)
+                encoded = self._encoded(body)
             else:
-                found = await asyncio.to_thread(self._encoded, body)
-        if any(len(one) >= self._section.max_context_tokens for one in found):
+                encoded = await asyncio.to_thread(self._encoded, body)
+        if any(len(prompt) >= self._section.max_context_tokens for prompt in encoded):
             self.refused = "length"  # the server says so to the agent
-        return found
+        return encoded
 
     def _encoded(self, body: GenerationBody) -> list[Sequence[int]]:
         prompts: list[str] | list[list[int]]
@@ -141,15 +141,17 @@ class AgentSession:
                 except HttpError:
                     self.refused = "length"
                     raise
-        return [self.record.prompt(each) if isinstance(each, str) else each for each in prompts]
+        return [
+            self.record.prompt(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
+        ]
 
     def _rendered(self, body: ChatBody) -> str:
         """Return the prompt's text; turns with unchanged tool calls appear as they were sampled."""
         shield = self._means.tokenizer.shield
         plain = [self._shielded(shield, message) for message in body.messages]
         messages = [
-            self._as_said(one, body.most_calls, other)
-            for one, other in zip(body.messages, plain, strict=True)
+            self._as_said(message, body.most_calls, plain_message)
+            for message, plain_message in zip(body.messages, plain, strict=True)
         ]
         tools = shield_values(shield, body.offered)
         try:
@@ -178,7 +180,7 @@ class AgentSession:
                 words, calls = tool_calls.split_calls(text, syntax, prefix, most_calls)
                 if (
                     words == message.text
-                    and [one.model_dump() for one in message.tool_calls] == calls
+                    and [call.model_dump() for call in message.tool_calls] == calls
                 ):
                     return {"role": "assistant", "content": text}
         return plain
@@ -199,7 +201,7 @@ class AgentSession:
         else:
             tap = None
         prompt = array("i", ask.token_ids.array().tolist())
-        started = time.perf_counter()
+        started_at = time.perf_counter()
         began = self._means.spans.enter("generate")
         try:
             turn, predicted = self._ask(ask, prompt)
@@ -213,7 +215,7 @@ class AgentSession:
             raise
         finally:
             self._means.spans.leave("generate", began, self._task.ticket)
-            self.generate_s += time.perf_counter() - started
+            self.generate_s += time.perf_counter() - started_at
         self.failed = ""
         if ask.sampling.top_logprobs and not sampled.top:
             problem = "top_logprobs is not supported: the run's engine does not return the likeliest tokens"
@@ -247,14 +249,16 @@ class AgentSession:
         )
 
     def _ask(
-        self, asked: wire.GenerateRequest, prompt: array[int]
+        self, request: wire.GenerateRequest, prompt: array[int]
     ) -> tuple[TurnRequest, LengthPrediction]:
         task = self._task
         section = self._section
         sampling = self._section.sampling
         base = self.record.goes_on(prompt)
         most = min(
-            asked.sampling.max_tokens, sampling.max_tokens, section.max_context_tokens - len(prompt)
+            request.sampling.max_tokens,
+            sampling.max_tokens,
+            section.max_context_tokens - len(prompt),
         )
         self._task_key = self._task_key or task_key(prompt)
         last = base.turns[-1] if base is not None else None
@@ -277,13 +281,13 @@ class AgentSession:
                 top_k=sampling.top_k,
                 min_p=sampling.min_p,
                 seed=mix(task.seed, task.episode, len(prompt), self._begun),
-                stop=[*sampling.stop, *asked.sampling.stop],
-                stop_token_ids=sorted({*self._stop_token_ids, *asked.sampling.stop_token_ids}),
-                frequency_penalty=asked.sampling.frequency_penalty,
-                presence_penalty=asked.sampling.presence_penalty,
-                logit_bias=asked.sampling.logit_bias,
-                guides=asked.sampling.guides,
-                top_logprobs=asked.sampling.top_logprobs,
+                stop=[*sampling.stop, *request.sampling.stop],
+                stop_token_ids=sorted({*self._stop_token_ids, *request.sampling.stop_token_ids}),
+                frequency_penalty=request.sampling.frequency_penalty,
+                presence_penalty=request.sampling.presence_penalty,
+                logit_bias=request.sampling.logit_bias,
+                guides=request.sampling.guides,
+                top_logprobs=request.sampling.top_logprobs,
             ),
             policy=task.policy,
             min_version=task.min_version,

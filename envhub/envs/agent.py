@@ -116,9 +116,9 @@ class AgentEnvironment(Environment):
             if args.command
             else None
         )
-        scripts = [one for one in args.command[1:] if Path(args.cwd or "", one).is_file()]
+        scripts = [word for word in args.command[1:] if Path(args.cwd or "", word).is_file()]
         file = args.function.rpartition(":")[0]
-        own = [os.path.join(args.cwd or "", one) for one in scripts] + (
+        own = [os.path.join(args.cwd or "", word) for word in scripts] + (
             [file] if file.endswith(".py") else []
         )
         return [*([program] if program else []), *own, *([args.cwd] if args.cwd else [])], []
@@ -183,10 +183,10 @@ def row(args: AgentArgs, task_index: int, split: Split) -> Mapping[str, Any] | N
     """
     if args.path is None:
         return None
-    found = rows(args, split)
-    epoch, position = divmod(task_index, len(found))
-    return found[
-        int(_order(len(found), args.shuffle_seed, epoch)[position])
+    all_rows = rows(args, split)
+    epoch, position = divmod(task_index, len(all_rows))
+    return all_rows[
+        int(_order(len(all_rows), args.shuffle_seed, epoch)[position])
         if split == "train"
         else position
     ]
@@ -209,11 +209,15 @@ def rows(args: AgentArgs, split: Split) -> tuple[dict[str, Any], ...]:
     if split == "eval" and args.eval_path is not None:
         return _read(args.eval_path, columns, "eval_path")
     assert args.path is not None, "there is no file"
-    found = _read(args.path, columns, "path")
+    all_rows = _read(args.path, columns, "path")
     if args.eval_path is not None:
-        return found
-    held_out = max(round(len(found) * args.eval_share), 1 if args.eval_share > 0 else 0)
-    return found[len(found) - held_out :] if split == "eval" else found[: len(found) - held_out]
+        return all_rows
+    held_out = max(round(len(all_rows) * args.eval_share), 1 if args.eval_share > 0 else 0)
+    return (
+        all_rows[len(all_rows) - held_out :]
+        if split == "eval"
+        else all_rows[: len(all_rows) - held_out]
+    )
 
 
 @lru_cache(maxsize=8)
@@ -221,24 +225,24 @@ def _read(path: str, columns: tuple[str, ...], key: str) -> tuple[dict[str, Any]
     if not Path(path).is_file():
         raise ConfigError(key, path, "there is no such file")
     decoder = msgspec.json.Decoder(dict[str, Any])
-    found = []
+    all_rows = []
     for line, data in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
         if not data.strip():
             continue
         try:
-            found.append(decoder.decode(data))
+            all_rows.append(decoder.decode(data))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DataError(path, line, f"not a JSON object: {error}") from None
         for column in columns:
-            if column not in found[-1]:
+            if column not in all_rows[-1]:
                 raise DataError(
                     path,
                     line,
-                    f"no column {column!r}; it has {', '.join(sorted(found[-1])) or 'none'}",
+                    f"no column {column!r}; it has {', '.join(sorted(all_rows[-1])) or 'none'}",
                 )
-    if not found:
+    if not all_rows:
         raise ConfigError(key, path, "the file holds no rows")
-    return tuple(found)
+    return tuple(all_rows)
 
 
 @lru_cache(maxsize=4)

@@ -88,13 +88,17 @@ class Episode:
         Raises:
             EpisodeFailed: if its prompt does not fit, its memory fails, or its texts are too large.
         """
-        seen = await self._reset()
+        observation = await self._reset()
         limit = self._section.max_context_tokens
-        if (size := len(seen.text)) > limit * CHARS_PER_TOKEN:
+        if (size := len(observation.text)) > limit * CHARS_PER_TOKEN:
             raise EpisodeFailed(
                 "fatal", f"the prompt has {size} characters and max_context_tokens is {limit}"
             )
-        prompt = seen.text if self._steps is None else self._remembered(self._steps.open, seen.text)
+        prompt = (
+            observation.text
+            if self._steps is None
+            else self._remembered(self._steps.open, observation.text)
+        )
         await self._encode_ahead(prompt)
         self._show(prompt)
         if (size := len(self._conversation)) >= limit:
@@ -119,16 +123,16 @@ class Episode:
                     valid=step.valid,
                     finish_reason=sampled.finish_reason,
                     server=sampled.server,
-                    anchor=seen.anchor,
+                    anchor=observation.anchor,
                 )
             )
-            seen = step.observation
+            observation = step.observation
             if (ended := self._ended(step)) is not None:
                 return self._played(step, ended)
             prompt = (
-                seen.text
+                observation.text
                 if self._steps is None
-                else self._remembered(self._steps.acted, action, seen.text)
+                else self._remembered(self._steps.acted, action, observation.text)
             )
             await self._encode_ahead(prompt)
             if not self._fits(prompt):
@@ -213,13 +217,13 @@ class Episode:
             expected_high=predicted.high,
             step=task.step,
         )
-        started = time.perf_counter()
+        started_at = time.perf_counter()
         began = self._means.spans.enter("generate")
         try:
             sampled = await self._means.turns.turn(ask)
         finally:
             self._means.spans.leave("generate", began, task.ticket)
-        self._generate_s += time.perf_counter() - started
+        self._generate_s += time.perf_counter() - started_at
         self._server = sampled.server
         self._previous = len(sampled.token_ids)
         self._means.lengths.add(predicted, self._previous)
@@ -251,17 +255,17 @@ class Episode:
 
     async def _reset(self) -> Observation:
         task = self._task
-        seen = observation(
+        observed = observation(
             "reset", await self._call("reset", task.task_index, task.split, task.seed)
         )
-        self._carry(seen.text, seen.anchor)
+        self._carry(observed.text, observed.anchor)
         self._carry(
             text("after reset, prompt", self._env.prompt),
             text("after reset, reference", self._env.reference),
         )
         if task.record:
             self._record(first_frame(task.task_index, task.split, task.seed, await self._look()))
-        return seen
+        return observed
 
     async def _act(self, action: str, sampled: SampledTurn) -> StepResult:
         """Pass the policy's words or tool calls to the environment; answer an unreadable call here."""
@@ -279,8 +283,8 @@ class Episode:
             self._step("use", action, calls) if calls else self._step("step", action, action)
         )
 
-    async def _step(self, method: str, action: str, given: Any) -> StepResult:
-        step = step_result(await self._call(method, given), method)
+    async def _step(self, method: str, action: str, argument: Any) -> StepResult:
+        step = step_result(await self._call(method, argument), method)
         self._carry(step.observation.text, step.observation.anchor)
         if self._task.record:
             self._record(frame(action, await self._look()))
@@ -289,9 +293,9 @@ class Episode:
     async def _look(self) -> str:
         return text("text_frame returned what", await self._call("text_frame"))
 
-    def _record(self, shown: str) -> None:
-        self._carry(shown)
-        self._frames.append(shown)
+    def _record(self, text: str) -> None:
+        self._carry(text)
+        self._frames.append(text)
 
     def _carry(self, *texts: str) -> None:
         """Bound the texts of an episode: a larger group could not be sent."""
@@ -301,9 +305,9 @@ class Episode:
             raise EpisodeFailed("large", detail)
 
     async def _call(self, method: str, *args: Any) -> Any:
-        started = time.perf_counter()
+        started_at = time.perf_counter()
         began = self._means.spans.enter("env_step")
-        piece = self._means.calls.curve.enter(started)
+        piece = self._means.calls.curve.enter(started_at)
         is_done = False
         try:
             result = await self._means.calls.call(self._env, method, *args)
@@ -312,7 +316,7 @@ class Episode:
         finally:
             self._means.calls.curve.leave(piece, time.perf_counter(), is_done)
             self._means.spans.leave("env_step", began, self._task.ticket)
-            self._env_step_s += time.perf_counter() - started
+            self._env_step_s += time.perf_counter() - started_at
 
     def _played(self, step: StepResult, end: wire.EpisodeEnd) -> EpisodeResult:
         turns = self._turns

@@ -47,10 +47,10 @@ def write_gif(
         UserError: if the domain is unknown, its environment draws no pictures, or the file cannot
             be written.
     """
-    chosen = pick_domain(config, domain)
-    if not can_render(chosen.environment):
-        raise NotSupported(f"environment {chosen.environment.__name__} draws no pictures")
-    environment = chosen.make()
+    picked = pick_domain(config, domain)
+    if not can_render(picked.environment):
+        raise NotSupported(f"environment {picked.environment.__name__} draws no pictures")
+    environment = picked.make()
     environment.reset(task_index, split, seed)
     pictures = [_picture(environment.render_frame(), [title, "start", ""])]
     for turn, action in enumerate(actions, start=1):
@@ -72,7 +72,7 @@ def outcome(step: StepResult, *, is_last: bool) -> str:
     """Return the outcome of an action in a few words; after the last one the episode need not be
     over.
     """
-    how = "" if step.valid else ", not a valid action"
+    note = "" if step.valid else ", not a valid action"
     end = (
         ", solved"
         if step.success
@@ -82,7 +82,7 @@ def outcome(step: StepResult, *, is_last: bool) -> str:
         if is_last
         else ""
     )
-    return f"reward {step.reward:+.3g}{how}{end}"
+    return f"reward {step.reward:+.3g}{note}{end}"
 
 
 def _picture(frame: Frame, caption: Sequence[str]) -> Image:

@@ -48,59 +48,66 @@ class TicketReruns:
         """Return the ticket's group, or why there is none; every episode is tried once."""
         if not isinstance(ticket, (wire.Ticket, wire.EvalTicket)):
             return None
-        asked = assignment(ticket)
-        if asked.domain not in self._domains:
-            detail = f"this hub has no domain {asked.domain}; it has {', '.join(self._domains)}"
-            return self._closed(asked, "malformed", detail)
+        assigned = assignment(ticket)
+        if assigned.domain not in self._domains:
+            detail = f"this hub has no domain {assigned.domain}; it has {', '.join(self._domains)}"
+            return self._closed(assigned, "malformed", detail)
         if self._busy or self._member.stop.asked.is_set():
             return self._closed(
-                asked,
+                assigned,
                 "aborted",
                 "this hub is running another ticket again, or is stopping; try again",
             )
         self._busy = True
         try:
             log.info(
-                "running ticket %d of domain %s again for the operator", asked.number, asked.domain
+                "running ticket %d of domain %s again for the operator",
+                assigned.number,
+                assigned.domain,
             )
-            return await self._play(asked, self._domains[asked.domain])
+            return await self._play(assigned, self._domains[assigned.domain])
         finally:
             self._busy = False
 
-    async def _play(self, asked: TicketAssignment, domain: Domain) -> wire.Message:
+    async def _play(self, assigned: TicketAssignment, domain: Domain) -> wire.Message:
         self._count += 1
         few = Semaphore(AT_ONCE)
         work = [
-            asyncio.create_task(self._episode(asked, domain, episode, few))
-            for episode in range(asked.group_size)
+            asyncio.create_task(self._episode(assigned, domain, episode, few))
+            for episode in range(assigned.group_size)
         ]
         try:
-            async with asyncio.timeout(asked.deadline_s):
+            async with asyncio.timeout(assigned.deadline_s):
                 await asyncio.wait(work)
         except TimeoutError:
-            done = sum(one.done() for one in work)
-            short = f"{done} of {asked.group_size} episodes after {asked.deadline_s:g} s"
-            return self._closed(asked, "deadline", short)
+            num_done = sum(task.done() for task in work)
+            short = f"{num_done} of {assigned.group_size} episodes after {assigned.deadline_s:g} s"
+            return self._closed(assigned, "deadline", short)
         finally:
-            for one in work:
-                one.cancel()
+            for task in work:
+                task.cancel()
             results = await asyncio.gather(*work, return_exceptions=True)
-        return self._outcome(asked, domain, results)
+        return self._outcome(assigned, domain, results)
 
     async def _episode(
-        self, asked: TicketAssignment, domain: Domain, episode: int, few: Semaphore
+        self, assigned: TicketAssignment, domain: Domain, episode: int, few: Semaphore
     ) -> EpisodeResult:
-        name = f"{self._member.id}.rerun{self._count}.{asked.key}.{episode}"
+        name = f"{self._member.id}.rerun{self._count}.{assigned.key}.{episode}"
         async with few:
-            return await self._players.play(task(asked, domain, episode, name), lambda _: None)
+            return await self._players.play(task(assigned, domain, episode, name), lambda _: None)
 
     def _outcome(
-        self, asked: TicketAssignment, domain: Domain, results: list[EpisodeResult | BaseException]
+        self,
+        assigned: TicketAssignment,
+        domain: Domain,
+        results: list[EpisodeResult | BaseException],
     ) -> wire.Message:
-        closed = partial(self._closed, asked)
-        played = [one for one in results if isinstance(one, EpisodeResult)]
+        closed = partial(self._closed, assigned)
+        episodes = [result for result in results if isinstance(result, EpisodeResult)]
         failed = [
-            (episode, one) for episode, one in enumerate(results) if isinstance(one, BaseException)
+            (episode, result)
+            for episode, result in enumerate(results)
+            if isinstance(result, BaseException)
         ]
         if failed:
             episode, error = failed[0]
@@ -116,11 +123,16 @@ class TicketReruns:
             )
         pools = reward_pools(domain.section)
         temperature = domain.section.sampling.temperature
-        found = group(
-            asked, played, pools=pools, hub=self._member.id, deliveries=1, temperature=temperature
+        record = group(
+            assigned,
+            episodes,
+            pools=pools,
+            hub=self._member.id,
+            deliveries=1,
+            temperature=temperature,
         )
         try:
-            size = len(codec.encode(found))
+            size = len(codec.encode(record))
         except WireError as error:
             return closed("too_large" if isinstance(error, TooLarge) else "malformed", str(error))
         if size > wire.MAX_PAYLOAD_BYTES:
@@ -128,15 +140,15 @@ class TicketReruns:
                 "too_large",
                 f"the group is {size} bytes, an answer has room for {wire.MAX_PAYLOAD_BYTES}",
             )
-        return found
+        return record
 
     def _closed(
-        self, asked: TicketAssignment, reason: wire.ClosedReason, detail: str
+        self, assigned: TicketAssignment, reason: wire.ClosedReason, detail: str
     ) -> wire.Closed:
         line = " ".join(detail.split())[:1000]
         by = self._member.id
-        number = asked.number
-        step = asked.eval_step
+        number = assigned.number
+        step = assigned.eval_step
         return wire.Closed(
-            ticket=number, domain=asked.domain, reason=reason, detail=line, by=by, eval_step=step
+            ticket=number, domain=assigned.domain, reason=reason, detail=line, by=by, eval_step=step
         )

@@ -75,7 +75,7 @@ class EpisodeRunners:
                 environment = await self._environment(task.domain)
                 shared = (self.tokenizer, self.turns, self.calls, lengths)
                 means = EpisodeContext(*shared, self.limits.generate_timeout_s, self.spans)
-                played = await Episode(task, environment, means, on_tokens).run()
+                result = await Episode(task, environment, means, on_tokens).run()
         except CallFailed as error:
             raise EpisodeFailed("env", str(error), error.trace) from error
         except ReturnedValueError as error:
@@ -94,7 +94,7 @@ class EpisodeRunners:
                 # only a healthy one is used again
                 self.idle.setdefault(task.domain.name, []).append(environment)
                 environment = None
-            return played
+            return result
         finally:
             self.turns.forget(task.id)
             if environment is not None:
@@ -144,7 +144,7 @@ class EpisodeRunners:
     def _make_way(self) -> None:
         """End the process of an idle environment, of the domain that has most of them."""
         spare = [
-            [one for one in idle if isinstance(one, RemoteEnvironment)]
+            [environment for environment in idle if isinstance(environment, RemoteEnvironment)]
             for idle in self.idle.values()
         ]
         if most := max(spare, key=len, default=[]):

@@ -69,9 +69,9 @@ class LengthCalibration:
             if count
         }
 
-    def _share(self, which: int) -> float:
-        self._counts[which] = min(self._counts[which] + 1, self.memory)
-        return 1 / self._counts[which]
+    def _share(self, index: int) -> float:
+        self._counts[index] = min(self._counts[index] + 1, self.memory)
+        return 1 / self._counts[index]
 
 
 class CorrectedEstimator:
@@ -93,18 +93,20 @@ class CorrectedEstimator:
             Exception: what the estimator raises.
             ValueError: if it returns anything but positive numbers in order, or None.
         """
-        found = self.estimator.predict(turn)
-        if found is None:
+        prediction = self.estimator.predict(turn)
+        if prediction is None:
             return None
         try:
             median, high = (
-                map(_number, found) if isinstance(found, tuple) else (_number(found), 0.0)
+                map(_number, prediction)
+                if isinstance(prediction, tuple)
+                else (_number(prediction), 0.0)
             )
         except (TypeError, ValueError):
             median = high = math.nan
         if not (0 < median <= MOST_TOKENS and (not high or median <= high <= MOST_TOKENS)):
             raise ValueError(
-                f"it predicts {reprlib.repr(found)}, not a number above 0, or two in order"
+                f"it predicts {reprlib.repr(prediction)}, not a number above 0, or two in order"
             )
         if self._has_high and not high:
             self._has_high = False

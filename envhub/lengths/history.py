@@ -61,9 +61,11 @@ class TaskEffects:
     def arrays(self) -> tuple[Any, Any, Any]:
         """Return tasks (int32), counts and means (float32) of all entries."""
         tasks = np.array(self._tasks, np.uint32)
-        used = np.flatnonzero(tasks)
-        counts, means = (np.array(one, np.float32)[used] for one in (self._counts, self._means))
-        return tasks[used].view(np.int32), counts, means
+        task_ids = np.flatnonzero(tasks)
+        counts, means = (
+            np.array(values, np.float32)[task_ids] for values in (self._counts, self._means)
+        )
+        return tasks[task_ids].view(np.int32), counts, means
 
     def adopt(self, tasks: Any, counts: Any, means: Any) -> None:
         """Replace all entries."""
@@ -108,14 +110,14 @@ class TaskHistory(LengthEstimator):
         value = math.log(max(tokens, 1))
         place = min(turn.turn, LEVELS - 1)
         middle, features = turn.notes or self._without_task(turn)
-        rest = value - middle if self._seen else 0.0
+        residual = value - middle if self._seen else 0.0
         count, mean = self._effects.get(turn.task)
         self._seen = min(self._seen + 1, SPREAD_MEMORY)
-        self._total += (rest * rest - self._total) / self._seen
+        self._total += (residual * residual - self._total) / self._seen
         if count:  # independent noise of two turns of a task leaves the variance between tasks
             self._pairs = min(self._pairs + 1, SPREAD_MEMORY)
-            self._between += (rest * mean - self._between) / self._pairs
-        self._effects.add(turn.task, rest)
+            self._between += (residual * mean - self._between) / self._pairs
+        self._effects.add(turn.task, residual)
         if self._seen > 1:  # before, there is no level
             self._learn(features, value - self._level(turn.turn), 1 - self._known(count)[0])
         self._counts[place] = min(self._counts[place] + 1, LEVEL_MEMORY)
@@ -158,10 +160,10 @@ class TaskHistory(LengthEstimator):
             return False
         values = known.values.tolist()
         self._levels = values[:LEVELS]
-        self._counts = [max(one, 0.0) for one in values[LEVELS : 2 * LEVELS]]
+        self._counts = [max(value, 0.0) for value in values[LEVELS : 2 * LEVELS]]
         self._between, (self._total, self._pairs, self._seen) = (
             values[-4],
-            (max(one, 0.0) for one in values[-3:]),
+            (max(value, 0.0) for value in values[-3:]),
         )
         self._effects.adopt(known.tasks, known.counts, known.means)
         return True

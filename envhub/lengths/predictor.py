@@ -92,9 +92,9 @@ class LengthPredictor:
             with time_limit(STARTS_S):
                 return cls(domain, make(), calibration)
         except BaseException as error:  # noqa: BLE001 - it may be the user's code
-            made = cls(domain, RunningMean(), calibration)
-            made._note("starts", f"{told(error)}; {INSTEAD}")
-            return made
+            predictor = cls(domain, RunningMean(), calibration)
+            predictor._note("starts", f"{told(error)}; {INSTEAD}")
+            return predictor
 
     @property
     def estimator(self) -> LengthEstimator:
@@ -109,7 +109,7 @@ class LengthPredictor:
         began = time.perf_counter()
         own = self._ask(self._own.predict, turn)
         self._slow_s = (
-            [*self._slow_s, taken] if (taken := time.perf_counter() - began) > SLOW_S else []
+            [*self._slow_s, taken_s] if (taken_s := time.perf_counter() - began) > SLOW_S else []
         )
         if len(self._slow_s) == SLOW_IN_A_ROW:
             typical = sorted(self._slow_s)[SLOW_IN_A_ROW // 2] * 1000
@@ -118,11 +118,12 @@ class LengthPredictor:
                 f"{SLOW_IN_A_ROW} predictions in a row took about {typical:.2g} ms each, {MEANING}",
             )
             self._slow_s = []
-        chosen = fallback if own is None or self._is_worse else own
-        if chosen is None:
+        prediction = fallback if own is None or self._is_worse else own
+        if prediction is None:
             return LengthPrediction(turn, 0, 0, own, fallback)
         median, high = (
-            min(max(round(math.exp(min(one, 30.0))), 1), turn.max_tokens) for one in chosen[:2]
+            min(max(round(math.exp(min(log_tokens, 30.0))), 1), turn.max_tokens)
+            for log_tokens in prediction[:2]
         )
         return LengthPrediction(turn, median, high, own, fallback)
 
@@ -131,13 +132,15 @@ class LengthPredictor:
         turn = prediction.turn
         own = prediction.own
         fallback = prediction.fallback
-        if (used := fallback if own is None or self._is_worse else own) is not None:
-            self._calibration.add(used, math.log(max(tokens, 1)), math.log(turn.max_tokens))
+        if (used_prediction := fallback if own is None or self._is_worse else own) is not None:
+            self._calibration.add(
+                used_prediction, math.log(max(tokens, 1)), math.log(turn.max_tokens)
+            )
         self._mean.learn(fallback, turn, tokens)
         self._ask(self._own.learn, own, turn, tokens)
         self.new += 1
         if self._is_worse:
-            off, mean = (math.exp(one.error) for one in (self._own, self._mean))
+            off, mean = (math.exp(calibration.error) for calibration in (self._own, self._mean))
             self._note(
                 "errs",
                 f"its predictions are off by a factor of {off:.3g}, the mean by {mean:.3g}; {INSTEAD}",

@@ -57,8 +57,8 @@ class OnlineRegression(TaskHistory):
         self._unsolved = 0.0  # turns since the regression was solved
 
     def _without_task(self, turn: UpcomingTurn) -> tuple[float, Any]:
-        found = turn_features(turn)
-        return self._level(turn.turn) + float(self._weights.dot(found)) - self._offset, found
+        features = turn_features(turn)
+        return self._level(turn.turn) + float(self._weights.dot(features)) - self._offset, features
 
     def _learn(self, features: Vector, above: float, weight: float) -> None:
         self._learnt = min(self._learnt + weight, MEMORY)
@@ -74,8 +74,8 @@ class OnlineRegression(TaskHistory):
 
     def _solve(self) -> None:
         variances = np.diagonal(self._products)
-        drawn = self._products + np.diag(variances * _PRIOR / self._learnt + 1e-9)
-        self._weights = np.asarray(np.linalg.solve(drawn, self._with_above), np.float64)
+        ridge = self._products + np.diag(variances * _PRIOR / self._learnt + 1e-9)
+        self._weights = np.asarray(np.linalg.solve(ridge, self._with_above), np.float64)
         self._offset = float(self._weights @ self._center)
 
     def knowledge(self) -> LengthKnowledge:
@@ -108,16 +108,16 @@ class OnlineRegression(TaskHistory):
 def turn_features(turn: UpcomingTurn) -> Vector:
     """Return the features of a turn, shape (36,)."""
     ids = turn.token_ids
-    found = np.empty(SIZE)
+    features = np.empty(SIZE)
     last = ids[-END:]  # a copy, while the context may grow
     tokens = (
         np.frombuffer(last, np.uint32) if isinstance(last, array) else np.array(last, np.uint32)
     )
-    found[NUM_PLAIN:] = _LOG1P[np.bincount(tokens * _MULTIPLIER >> _SHIFT, minlength=NUM_HASHED)]
-    found[:NUM_PLAIN] = (
+    features[NUM_PLAIN:] = _LOG1P[np.bincount(tokens * _MULTIPLIER >> _SHIFT, minlength=NUM_HASHED)]
+    features[:NUM_PLAIN] = (
         math.log(len(ids) or 1),
         math.log1p(turn.turn),
         turn.turn > 0,
         math.log1p(turn.previous),
     )
-    return found
+    return features

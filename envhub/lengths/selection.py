@@ -43,8 +43,8 @@ class EstimatorChoice:
     def __call__(self) -> LengthEstimator:
         """Return a new estimator."""
         if isinstance(self.found, type):
-            made: LengthEstimator = self.found(self.args)
-            return made
+            estimator: LengthEstimator = self.found(self.args)
+            return estimator
         return FunctionEstimator(self.found, self.args)
 
 
@@ -56,27 +56,29 @@ def load_estimator(domain: str, name: str, args: Mapping[str, Any]) -> Estimator
     """
     key = f"domains.{domain}.length_estimator"
     try:
-        found: Any = resolve("length_estimators", name, ESTIMATORS)
+        estimator_class: Any = resolve("length_estimators", name, ESTIMATORS)
     except ConfigError as error:
         raise ConfigError(key, name, error.allowed) from None
-    if isinstance(found, type):
-        if not issubclass(found, LengthEstimator):
+    if isinstance(estimator_class, type):
+        if not issubclass(estimator_class, LengthEstimator):
             raise ConfigError(
                 key,
                 name,
                 "a class that derives from envhub.lengths.base.LengthEstimator, or a function",
             )
-        check_method(key, name, found, "predict", ("turn",), base=LengthEstimator)
-        check_method(key, name, found, "observe", ("turn", "tokens"))
-        return EstimatorChoice(name, found, parse(f"{key}_args", dict(args), found.Args))
+        check_method(key, name, estimator_class, "predict", ("turn",), base=LengthEstimator)
+        check_method(key, name, estimator_class, "observe", ("turn", "tokens"))
+        return EstimatorChoice(
+            name, estimator_class, parse(f"{key}_args", dict(args), estimator_class.Args)
+        )
     if not args:
-        check_call(key, name, found, ("turn",))
+        check_call(key, name, estimator_class, ("turn",))
     else:
         try:
-            inspect.signature(found).bind("turn", **args)
+            inspect.signature(estimator_class).bind("turn", **args)
         except TypeError as error:
             raise ConfigError(f"{key}_args", dict(args), f"arguments of {name}: {error}") from None
-    return EstimatorChoice(name, found, dict(args))
+    return EstimatorChoice(name, estimator_class, dict(args))
 
 
 def task_key(prompt: Sequence[int]) -> int:

@@ -88,12 +88,12 @@ class LengthStore:
             if new_turns and self._take(predictor, record, new_turns):
                 predictor.merged = record_turns
         new = predictor.new
-        if not new or (known := predictor.estimator.knowledge()) is None:
+        if not new or (knowledge := predictor.estimator.knowledge()) is None:
             return
-        written = await bucket.update(
-            key, record_of(domain, name, record_turns + new, known), revision
+        revision_written = await bucket.update(
+            key, record_of(domain, name, record_turns + new, knowledge), revision
         )
-        if written is not None:
+        if revision_written is not None:
             predictor.new -= new
             predictor.merged = record_turns + new
 
@@ -114,10 +114,10 @@ class LengthStore:
         version.
         """
         own = predictor.estimator.knowledge()
-        known = knowledge_of(record)
-        if own is None or own.values.shape != known.values.shape:
+        knowledge = knowledge_of(record)
+        if own is None or own.values.shape != knowledge.values.shape:
             return False
-        return predictor.estimator.adopt(averaged(own, known, predictor.new, new_turns))
+        return predictor.estimator.adopt(averaged(own, knowledge, predictor.new, new_turns))
 
 
 def averaged(
@@ -141,10 +141,10 @@ def averaged(
     counts = np.zeros(len(tasks), np.float32)
     np.maximum.at(counts, place, weights)  # not the sum: what both knew before would count twice
     if len(tasks) > MAX_TASKS:
-        kept = np.sort(np.lexsort((-counts, first >= len(own.tasks)))[:MAX_TASKS])
-        tasks = tasks[kept]
-        counts = counts[kept]
-        mean = mean[kept]
+        order = np.sort(np.lexsort((-counts, first >= len(own.tasks)))[:MAX_TASKS])
+        tasks = tasks[order]
+        counts = counts[order]
+        mean = mean[order]
     return LengthKnowledge(values, tasks, counts, mean.astype(np.float32))
 
 
@@ -164,4 +164,4 @@ def record_of(domain: str, name: str, turns: int, known: LengthKnowledge) -> wir
 def knowledge_of(record: wire.LengthRecord) -> LengthKnowledge:
     """Return the knowledge in a message."""
     columns = (record.values, record.tasks, record.counts, record.means)
-    return LengthKnowledge(*(one.array() for one in columns))
+    return LengthKnowledge(*(column.array() for column in columns))

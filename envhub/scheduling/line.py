@@ -61,7 +61,7 @@ class GroupQueue:
 
     def jobs(self) -> Iterator[GroupJob]:
         """Return the groups that have not begun, in order."""
-        return (one.job for one in self._waiting.values())
+        return (entry.job for entry in self._waiting.values())
 
     def put(self, job: GroupJob, *, alone: bool | None) -> None:
         """Add a group at the end; ``alone`` is None until ``judge``."""

@@ -151,8 +151,8 @@ class EpisodeSlots:
         """Slots not running, waited for or reserved; negative if more episodes wait than there is
         room for.
         """
-        held = sum(self._need(job.group_size) for job in self._line.jobs())
-        return self.n - self.running - len(self._queue) - self._reserved - held
+        num_waiting = sum(self._need(job.group_size) for job in self._line.jobs())
+        return self.n - self.running - len(self._queue) - self._reserved - num_waiting
 
     @property
     def jobs(self) -> list[str]:
@@ -174,10 +174,10 @@ class EpisodeSlots:
             return "its ticket goes back to the queue and will be played again"
         if (group := self._groups.get(key)) is None:
             return ""
-        again = episode in group.running or any(
+        is_repeated = episode in group.running or any(
             entry[:2] == (key, episode) for entry in self._queue
         )
-        return "the episode starts again" if again else ""
+        return "the episode starts again" if is_repeated else ""
 
     def reserve(self, group_size: int, limit: int) -> int:
         """Reserve room for up to ``limit`` groups and return for how many; each is later offered or
@@ -251,7 +251,9 @@ class EpisodeSlots:
         if episode not in sampled:
             return []
         group.solved[episode] = solved
-        num_open = sum(one not in group.solved and one not in group.lost for one in sampled)
+        num_open = sum(
+            episode not in group.solved and episode not in group.lost for episode in sampled
+        )
         num_solved = sum(group.solved.values())
         num_known = len(group.solved)
         low, high = job.pass_rate
@@ -320,14 +322,14 @@ class EpisodeSlots:
         """
         actions: list[Action] = []
         for group in [group for group in self._groups.values() if now >= group.until]:
-            done = tuple(sorted(group.done))
+            done_episodes = tuple(sorted(group.done))
             job = group.job
-            short = (
-                f"{len(done)} of at least {job.min_group_size} episodes after {job.deadline_s:g} s"
-            )
-            is_enough = len(done) >= job.min_group_size
+            short = f"{len(done_episodes)} of at least {job.min_group_size} episodes after {job.deadline_s:g} s"
+            is_enough = len(done_episodes) >= job.min_group_size
             ending = (
-                FinishGroup(job.key, done) if is_enough else CloseTicket(job.key, "deadline", short)
+                FinishGroup(job.key, done_episodes)
+                if is_enough
+                else CloseTicket(job.key, "deadline", short)
             )
             actions += self._end(group, ending)
         for group in [

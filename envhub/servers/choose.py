@@ -88,8 +88,8 @@ def choose(
 def _two(servers: Sequence[ServerLoad], rng: random.Random) -> list[ServerLoad]:
     """Draw two different servers by weight, or the only one."""
     first = _draw(servers, rng)
-    others = [server for server in servers if server is not first and server.weight > 0]
-    return [first, _draw(others, rng)] if others else [first]
+    other_servers = [server for server in servers if server is not first and server.weight > 0]
+    return [first, _draw(other_servers, rng)] if other_servers else [first]
 
 
 def _draw(servers: Sequence[ServerLoad], rng: random.Random) -> ServerLoad:

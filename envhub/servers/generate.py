@@ -160,7 +160,9 @@ class TurnGenerator:
     def servers(self, policy: str) -> list[ServerLoad]:
         """Return the followed servers that serve a policy."""
         serving = [
-            one for one in self._followed.alive(policy) if one.state == "serving" and one.address
+            server
+            for server in self._followed.alive(policy)
+            if server.state == "serving" and server.address
         ]
         return self._in_flight.loads(serving, self._followed.weights(policy))
 
@@ -405,7 +407,8 @@ def stirred(mixed: int, *values: int) -> int:
 def _with(done: SampledTurn | None, reply: wire.GenerateReply) -> SampledTurn:
     """Return what was sampled before, if anything, followed by a reply."""
     ids, logprobs, runs = (
-        wire.growable_array(one) for one in (reply.token_ids, reply.logprobs, reply.version_runs)
+        wire.growable_array(column)
+        for column in (reply.token_ids, reply.logprobs, reply.version_runs)
     )
     if done is not None:
         ids = done.token_ids + ids
@@ -437,6 +440,6 @@ def _top(reply: wire.GenerateReply) -> list[list[tuple[int, float]]]:
     if reply.top_ids is None or reply.top_logprobs is None or not count:
         return []
     ids, logprobs = (
-        one.array().reshape(count, -1).tolist() for one in (reply.top_ids, reply.top_logprobs)
+        column.array().reshape(count, -1).tolist() for column in (reply.top_ids, reply.top_logprobs)
     )
     return [list(dict(zip(*row, strict=True)).items()) for row in zip(ids, logprobs, strict=True)]

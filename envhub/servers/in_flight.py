@@ -85,31 +85,35 @@ class RequestsInFlight:
         A server has the requests that it reported, and those sent from here since. Requests whose
         length is not known here, as those of other hubs, count as typical ones.
         """
-        known = [one.speed / one.slots for one in serving if one.speed > 0 and one.slots]
-        per_slot = sum(known) / len(known) if known else 1.0  # for a server that has not worked yet
+        slot_speeds = [
+            server.speed / server.slots for server in serving if server.speed > 0 and server.slots
+        ]
+        per_slot = (
+            sum(slot_speeds) / len(slot_speeds) if slot_speeds else 1.0
+        )  # for a server that has not worked yet
         requests = sum(use.requests for use in self._uses.values())
         tokens = 0
         if requests:
             tokens = sum(use.tokens for use in self._uses.values())
         return [
-            self._load(one, per_slot, tokens / max(requests, 1), weights.get(one.id, 0.0))
-            for one in serving
+            self._load(server, per_slot, tokens / max(requests, 1), weights.get(server.id, 0.0))
+            for server in serving
         ]
 
     def _load(
-        self, one: wire.Presence, per_slot: float, typical: float, weight: float
+        self, server: wire.Presence, per_slot: float, typical: float, weight: float
     ) -> ServerLoad:
-        use = self._uses.setdefault(one.id, _Use())
-        if use.presence is not one:
-            use.presence = one
+        use = self._uses.setdefault(server.id, _Use())
+        if use.presence is not server:
+            use.presence = server
             use.seen = use.requests
-        load = max(use.requests, one.running + one.waiting + use.requests - use.seen)
+        load = max(use.requests, server.running + server.waiting + use.requests - use.seen)
         work = load - use.requests + use.tokens / typical if typical else float(load)
-        speed = one.speed or per_slot * max(one.slots, 1)
-        version = one.policy_version
-        shares = one.engine in SHARING
+        speed = server.speed or per_slot * max(server.slots, 1)
+        version = server.policy_version
+        shares = server.engine in SHARING
         return ServerLoad(
-            one.id, one.address, version, one.slots, load, speed, weight, work, shares
+            server.id, server.address, version, server.slots, load, speed, weight, work, shares
         )
 
 

@@ -101,16 +101,16 @@ class ServerSample:
         """
         self.kept.intersection_update(in_use)
         is_full = len(self.drawn) >= self._size
-        while len(self.drawn) < self._size and (others := self._others()):
-            self._draw(self._pick(others))
+        while len(self.drawn) < self._size and (candidates := self._others()):
+            self._draw(self._pick(candidates))
         shares = self._shares() if is_full and self._new else {}
         for server in sorted(self._new & shares.keys() - set(self.drawn)):
             if self._rng.random() < shares[server]:
                 self._exchange(self._rng.choice(self.drawn), server, in_use)
         self._new.clear()
         if self._rotate_at is None or now >= self._rotate_at:
-            if self._rotate_at is not None and (others := self._others()):
-                self._exchange(self.drawn[0], self._pick(others), in_use)
+            if self._rotate_at is not None and (candidates := self._others()):
+                self._exchange(self.drawn[0], self._pick(candidates), in_use)
             self._rotate_at = now + self._rotate_s * self._rng.uniform(0.5, 1.5)
 
     def speeds(self) -> dict[str, float]:
@@ -120,8 +120,8 @@ class ServerSample:
         living = {
             server: speed for server, speed in self._speeds.items() if server not in self._silent
         }
-        known = [speed for speed in living.values() if speed > 0]
-        mean = sum(known) / len(known) if known else 1.0
+        known_speeds = [speed for speed in living.values() if speed > 0]
+        mean = sum(known_speeds) / len(known_speeds) if known_speeds else 1.0
         return {server: speed if speed > 0 else mean for server, speed in living.items()}
 
     def weights(self) -> Mapping[str, float]:
@@ -179,13 +179,13 @@ def inclusion(speeds: Sequence[float], size: int) -> list[float]:
     """
     if len(speeds) <= size:
         return [1.0] * len(speeds)
-    left = sum(speeds)
+    total = sum(speeds)
     room = float(size)
-    scale = room / left
+    scale = room / total
     for speed in sorted(speeds, reverse=True):
         if speed * scale < 1:
             break
-        left = left - speed
+        total = total - speed
         room = room - 1
-        scale = room / left if left > 0 else 0.0
+        scale = room / total if total > 0 else 0.0
     return [min(1.0, speed * scale) for speed in speeds]

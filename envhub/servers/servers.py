@@ -67,7 +67,7 @@ class ServerRoster:
 
     def alive(self, policy: str) -> list[wire.Presence]:
         """Return the newest presence of each live followed server of a policy, in order of id."""
-        return [one for one in self.all() if one.policy == policy]
+        return [server for server in self.all() if server.policy == policy]
 
     def all(self) -> list[wire.Presence]:
         """Return the live followed servers of every policy."""
@@ -108,20 +108,20 @@ class ServerRoster:
     def _hear_beat(self, presence: wire.Presence, _: bool) -> None:
         """Stop or start the clock."""
         if presence.role == "rollout" and presence.policy == wire.ACTOR:
-            serving = [one for one in self.alive(wire.ACTOR) if one.state == "serving"]
-            self.clock.note(bool(serving) and all(one.asleep for one in serving))
+            serving = [server for server in self.alive(wire.ACTOR) if server.state == "serving"]
+            self.clock.note(bool(serving) and all(server.asleep for server in serving))
 
     def _hear_member(self, presence: wire.Presence, is_there: bool) -> None:
         """Update the samples when a server has put its entry or is gone."""
         if presence.role != "rollout":
             return
-        before = self._policies.pop(presence.id, None)
-        if before is not None and (before != presence.policy or not is_there):
-            self._samples[before].gone(presence.id)
+        old_policy = self._policies.pop(presence.id, None)
+        if old_policy is not None and (old_policy != presence.policy or not is_there):
+            self._samples[old_policy].gone(presence.id)
         if is_there:
             self._policies[presence.id] = presence.policy
             self._samples.setdefault(
                 presence.policy, ServerSample(self._rng, size=self._size)
             ).exists(presence.id, presence.speed)
-        if before is None or not is_there:
+        if old_policy is None or not is_there:
             self._news.set()

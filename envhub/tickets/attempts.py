@@ -63,11 +63,11 @@ class AttemptNotes:
 
     async def _read(self, asked: TicketAssignment) -> wire.Attempt | None:
         try:
-            found = await self._call(lambda bucket: bucket.get(self._key(asked)))
+            entry = await self._call(lambda bucket: bucket.get(self._key(asked)))
         except WireError as error:
             log.warning("%s: its note cannot be read: %s", asked.key, error)
             return None
-        return found[0] if found is not None and isinstance(found[0], wire.Attempt) else None
+        return entry[0] if entry is not None and isinstance(entry[0], wire.Attempt) else None
 
     async def _call(self, work: Callable[[KeyValue], Awaitable[T]]) -> T:
         """Call with the bucket, created again if the broker restarted: it is in memory, so a full
@@ -91,8 +91,8 @@ class AttemptNotes:
         try:
             await roster.follow("envhub", [attempt.hub])
             while roster.clock < SILENT_AFTER_S:
-                heard = roster.get(attempt.hub)
-                if heard is not None and heard.process == attempt.process:
+                presence = roster.get(attempt.hub)
+                if presence is not None and presence.process == attempt.process:
                     return True
                 await roster.changed(LISTEN_S)
             return False

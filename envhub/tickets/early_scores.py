@@ -99,10 +99,10 @@ class EarlyScores:
             reply = await self._ask(pool, message)
             if reply is None or not reply.scores:
                 return
-            before = self._found.get(message.episode)
-            if before is not None and before.rewards != reply.rewards:
+            old_score = self._found.get(message.episode)
+            if old_score is not None and old_score.rewards != reply.rewards:
                 return  # the run's rewards have changed in between
-            scores = [*(before.scores if before is not None else []), *reply.scores]
+            scores = [*(old_score.scores if old_score is not None else []), *reply.scores]
             self._found[message.episode] = wire.EpisodeScores(
                 episode=message.episode, rewards=reply.rewards, scores=scores
             )
@@ -156,7 +156,7 @@ def score_request(asked: TicketAssignment, played: EpisodeResult) -> wire.Episod
     its group.
     """
     last = played.trajectory
-    turns = [turn for one in played.trajectories for turn in one.turns]
+    turns = [turn for trajectory in played.trajectories for turn in trajectory.turns]
     return wire.EpisodeScoreRequest(
         ticket=asked.number,
         domain=asked.domain,

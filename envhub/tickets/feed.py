@@ -117,8 +117,8 @@ class TicketFeed:
         slots = self.turnstile.slots.n
         if self.stream is not EVALTICKETS:
             return max(1, slots // self.group_size)
-        taken = self.in_hand(self.stream)
-        return max((slots // EVAL_SHARE - taken) // self.group_size, 0 if taken else 1)
+        num_in_hand = self.in_hand(self.stream)
+        return max((slots // EVAL_SHARE - num_in_hand) // self.group_size, 0 if num_in_hand else 1)
 
     async def _unready(self) -> None:
         while self.ready(self.stream):

@@ -104,13 +104,15 @@ class TicketOutbox:
             await asyncio.wait(self._ending, timeout=timeout_s)
 
     async def _finish(self, held: InHand, played: Sequence[EpisodeResult]) -> None:
-        asked = held.asked
+        assigned = held.asked
         pools = reward_pools(held.domain.section)
         deliveries = held.delivery.num_delivered
         temperature = held.domain.section.sampling.temperature
-        scores = await held.early.take([one.trajectory.episode for one in played], self._hurry)
+        scores = await held.early.take(
+            [result.trajectory.episode for result in played], self._hurry
+        )
         message = group(
-            asked,
+            assigned,
             played,
             pools=pools,
             hub=self._member.id,
@@ -118,10 +120,10 @@ class TicketOutbox:
             temperature=temperature,
             scores=scores,
         )
-        stream, key = destination(asked, pools)
+        stream, key = destination(assigned, pools)
         try:
             await self._bus.publish(
-                stream, message, key=key, ticket=asked.number, message_id=asked.key
+                stream, message, key=key, ticket=assigned.number, message_id=assigned.key
             )
         except WireError as error:
             await self._close(
@@ -131,22 +133,22 @@ class TicketOutbox:
         self._tally.groups += 1
         await held.delivery.ack()
         if held.delivery.num_delivered > 1:
-            await self._attempts.end(asked)
+            await self._attempts.end(assigned)
 
     async def _close(self, held: InHand, reason: wire.ClosedReason, detail: str) -> None:
-        asked = held.asked
+        assigned = held.asked
         by = self._member.id
         closed = wire.Closed(
-            ticket=asked.number,
-            domain=asked.domain,
+            ticket=assigned.number,
+            domain=assigned.domain,
             reason=reason,
             detail=detail,
             by=by,
-            eval_step=asked.eval_step,
+            eval_step=assigned.eval_step,
         )
-        is_ended = await self._end(asked.stream, held.delivery, closed)
+        is_ended = await self._end(assigned.stream, held.delivery, closed)
         if is_ended and held.delivery.num_delivered > 1:
-            await self._attempts.end(asked)
+            await self._attempts.end(assigned)
 
     async def _hand_back(self, held: InHand, delay_s: float, detail: str) -> None:
         if not held.delivery.is_ours:

@@ -68,8 +68,8 @@ class EnvironmentCalls:
         Raises:
             CallFailed: as ``call``.
         """
-        made: Environment = await self._run(None, "constructor", create, (), in_thread)
-        return made
+        environment: Environment = await self._run(None, "constructor", create, (), in_thread)
+        return environment
 
     async def call(self, environment: Environment, method: str, *args: Any) -> Any:
         """Return what the method returns.
@@ -170,13 +170,13 @@ class EnvironmentCalls:
                 future.add_done_callback(lambda ended: self._came_back(env, worker, ended))
 
     def _came_back(
-        self, environment: Environment | None, worker: _Worker, ended: asyncio.Future[Any]
+        self, environment: Environment | None, worker: _Worker, finished: asyncio.Future[Any]
     ) -> None:
         self.hung -= 1
         if environment is not None:
             self._busy.pop(environment, None)
-        if not ended.cancelled():
-            ended.exception()  # retrieved, so that asyncio does not log it
+        if not finished.cancelled():
+            finished.exception()  # retrieved, so that asyncio does not log it
         self._keep(worker)
 
     def _keep(self, worker: _Worker) -> None:

@@ -106,13 +106,13 @@ class DomainForkserver:
             os._exit(code)
 
     def _bury(self, pid: int, hung_up: bool) -> protocol.WorkerReaped:
-        how = self._killed.pop(pid, "")
-        if hung_up and not how:
-            how = _own_end(pid)
+        cause = self._killed.pop(pid, "")
+        if hung_up and not cause:
+            cause = _own_end(pid)
         limits.kill_tree(pid)
         _, _, usage = os.wait4(pid, 0)
         self._living.discard(pid)
-        return protocol.WorkerReaped(how, usage.ru_utime + usage.ru_stime)
+        return protocol.WorkerReaped(cause, usage.ru_utime + usage.ru_stime)
 
     def _watch(self) -> float:
         """Kill workers over their memory limit. Return the seconds until the next check."""
@@ -121,9 +121,9 @@ class DomainForkserver:
         most = self._setup.memory_mib
         assert most is not None
         for pid in self._living - self._killed.keys():
-            used = limits.resident_mib(limits.tree(pid)) - self._base_mib
-            if used > most:
-                self._killed[pid] = limits.too_much(used, most)
+            used_mib = limits.resident_mib(limits.tree(pid)) - self._base_mib
+            if used_mib > most:
+                self._killed[pid] = limits.too_much(used_mib, most)
                 limits.kill_tree(pid)
         self._watched = time.monotonic()
         return WATCH_EVERY_S
@@ -132,11 +132,11 @@ class DomainForkserver:
 def _own_end(pid: int) -> str:
     """Return how a worker ended that has closed its socket, without reaping it."""
     until = time.monotonic() + LAST_BREATH_S
-    while (ended := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
+    while (end := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
         if time.monotonic() > until:
             return "closed its socket"
         time.sleep(0.002)
-    return limits.how_ended(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
+    return limits.how_ended(end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
 
 
 def receive(control: socket.socket) -> tuple[Any, socket.socket | None]:

@@ -53,12 +53,12 @@ class RemoteEnvironment(Environment):
         await self._ask("constructor", protocol.MakeEnvironment(), protocol.EnvironmentMade)
 
     async def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        seen = await self._ask(
+        observation = await self._ask(
             "reset", protocol.ResetEnvironment(task_index, split, seed), protocol.FirstObservation
         )
-        self.prompt = seen.prompt
-        self.reference = seen.reference
-        return Observation(seen.text, seen.anchor)
+        self.prompt = observation.prompt
+        self.reference = observation.reference
+        return Observation(observation.text, observation.anchor)
 
     async def step(self, text: str) -> StepResult:
         return self._stepped(
@@ -71,9 +71,15 @@ class RemoteEnvironment(Environment):
 
     def _stepped(self, done: protocol.StepOutcome) -> StepResult:
         self.spent = self.spent or done.spent
-        seen = Observation(done.text, done.anchor)
+        observation = Observation(done.text, done.anchor)
         return StepResult(
-            seen, done.reward, done.done, done.valid, done.success, done.truncated, done.metrics
+            observation,
+            done.reward,
+            done.done,
+            done.valid,
+            done.success,
+            done.truncated,
+            done.metrics,
         )
 
     async def text_frame(self) -> str:  # type: ignore[override]
@@ -96,8 +102,8 @@ class RemoteEnvironment(Environment):
         try:
             found = protocol.ANSWERS.decode(await self._line.ask(protocol.ENCODER.encode(question)))
         except line.HungUp:
-            how = await self._nursery.bury(self, hung_up=True)
-            raise CallFailed(f"{method}: the worker process {how}") from None
+            cause = await self._nursery.bury(self, hung_up=True)
+            raise CallFailed(f"{method}: the worker process {cause}") from None
         except (line.ProtocolError, msgspec.DecodeError) as error:
             raise CallFailed(
                 f"{method}: the worker process sent an invalid answer: {error}"

@@ -58,7 +58,7 @@ def step_result(value: object, method: str = "step") -> StepResult:
     return StepResult(value.observation, reward, done, valid, success, truncated, metrics)
 
 
-def text(what: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
+def text(noun: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
     """Return the value if it is a text that can be sent.
 
     Raises:
@@ -66,12 +66,12 @@ def text(what: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
             ``limit`` bytes.
     """
     if not isinstance(value, str):
-        raise ReturnedValueError(f"{what} is {_shown(value)}, not a text")
+        raise ReturnedValueError(f"{noun} is {_shown(value)}, not a text")
     if problem := text_problem(value):
-        raise ReturnedValueError(f"{what} is {problem}")
+        raise ReturnedValueError(f"{noun} is {problem}")
     size = len(value) if value.isascii() else len(value.encode())
     if size > limit:
-        raise ReturnedValueError(f"{what} has {size} bytes, the limit is {limit}")
+        raise ReturnedValueError(f"{noun} has {size} bytes, the limit is {limit}")
     return value
 
 
@@ -89,20 +89,20 @@ def _metrics(value: object) -> dict[str, float]:
     return {str(name): _number(f"metric {name!r}", number) for name, number in value.items()}
 
 
-def _number(what: str, value: Any) -> float:
+def _number(noun: str, value: Any) -> float:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise ReturnedValueError(f"step returned {what} {_shown(value)}, not a number")
+        raise ReturnedValueError(f"step returned {noun} {_shown(value)}, not a number")
     try:
         number = float(value)
     except Exception:  # noqa: BLE001 - a user's object may raise anything
-        raise ReturnedValueError(f"step returned {what} {_shown(value)}, not a number") from None
-    _finite(what, number)
+        raise ReturnedValueError(f"step returned {noun} {_shown(value)}, not a number") from None
+    _finite(noun, number)
     return number
 
 
-def _finite(what: str, number: float) -> None:
+def _finite(noun: str, number: float) -> None:
     if not math.isfinite(number):
-        raise ReturnedValueError(f"step returned {what} {number}; it must be finite")
+        raise ReturnedValueError(f"step returned {noun} {number}; it must be finite")
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -114,7 +114,7 @@ def _flag(name: str, value: Any) -> bool:
 
 def _shown(value: object) -> str:
     try:
-        shown = " ".join(repr(value)[:200].split())
+        excerpt = " ".join(repr(value)[:200].split())
     except Exception as error:  # noqa: BLE001 - the same
-        shown = f"that cannot be shown: {type(error).__name__}"
-    return f"{type(value).__name__} {shown if len(shown) <= 80 else shown[:77] + '...'}"
+        excerpt = f"that cannot be shown: {type(error).__name__}"
+    return f"{type(value).__name__} {excerpt if len(excerpt) <= 80 else excerpt[:77] + '...'}"

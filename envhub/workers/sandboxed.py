@@ -89,12 +89,12 @@ def sandboxed_start(domain: Domain, folder: str | None = None) -> Iterator[Sandb
         os.close(rules)
 
 
-def sandboxed_command(how: SandboxedStart | None, command: Sequence[str]) -> list[str]:
+def sandboxed_command(start: SandboxedStart | None, command: Sequence[str]) -> list[str]:
     """Return the command that runs a program in a sandbox, as another user if the hub is root."""
-    if how is None:
+    if start is None:
         return list(command)
-    become = [sys.executable, "-I", "-S", "-c", BECOME, str(how.uid)] if how.uid else []
-    return [*how.within, *become, *command]
+    become = [sys.executable, "-I", "-S", "-c", BECOME, str(start.uid)] if start.uid else []
+    return [*start.within, *become, *command]
 
 
 def require(domain: Domain) -> None:
@@ -116,21 +116,21 @@ def readable(domain: Domain) -> list[str]:
     """Return the files and folders that the environment needs: Python, packages, its own code and
     its data.
     """
-    found = [*SYSTEM, *_settings(), sys.prefix, sys.base_prefix]
-    found += [
+    paths = [*SYSTEM, *_settings(), sys.prefix, sys.base_prefix]
+    paths += [
         str(Path(spec.origin).parent)
         for name in PACKAGES
         if (spec := find_spec(name)) and spec.origin
     ]
-    for one in domain.environment.__mro__[:-1]:
-        found += _code_of(one.__module__)
-    found += [
+    for base in domain.environment.__mro__[:-1]:
+        paths += _code_of(base.__module__)
+    paths += [
         *domain.environment.data_files(domain.args),
         *domain.environment.folders(domain.args)[0],
     ]
     return [
         os.path.abspath(path)
-        for path in (*found, *map(os.path.expanduser, domain.section.readable))
+        for path in (*paths, *map(os.path.expanduser, domain.section.readable))
     ]
 
 

@@ -66,19 +66,19 @@ class EnvironmentWorker:
         return self._loop.run(_wait(result)) if hasattr(result, "__await__") else result
 
     def _reset(self, task_index: int, split: str, seed: int) -> protocol.FirstObservation:
-        seen = returned.observation("reset", self._call("reset", task_index, split, seed))
+        observation = returned.observation("reset", self._call("reset", task_index, split, seed))
         assert self._environment is not None
         prompt = returned.text("after reset, prompt", self._environment.prompt)
         reference = returned.text("after reset, reference", self._environment.reference)
-        return protocol.FirstObservation(seen.text, seen.anchor, prompt, reference)
+        return protocol.FirstObservation(observation.text, observation.anchor, prompt, reference)
 
     def _step(self, method: str, action: Any) -> protocol.StepOutcome:
         step = returned.step_result(self._call(method, action), method)
-        seen = step.observation
-        spent = step.done and self._allowance.spent()
+        observation = step.observation
+        is_spent = step.done and self._allowance.spent()
         flags = (step.done, step.valid, step.success, step.truncated)
         return protocol.StepOutcome(
-            seen.text, seen.anchor, step.reward, *flags, step.metrics, spent
+            observation.text, observation.anchor, step.reward, *flags, step.metrics, is_spent
         )
 
 

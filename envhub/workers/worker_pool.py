@@ -132,7 +132,7 @@ class WorkerPool:
         return await asyncio.shield(task) if task is not None else "died"
 
     async def _bury(self, pid: int, hung_up: bool) -> str:
-        how = "died"
+        cause = "died"
         try:
             async with self._ordering:
                 if self._zygote is not None:
@@ -143,7 +143,7 @@ class WorkerPool:
                     if isinstance(buried, protocol.WorkerReaped):
                         self.buried_cpu_s += buried.cpu_s
                         self.num_died += bool(buried.how)
-                        how = buried.how or how
+                        cause = buried.how or cause
         except (OSError, OutOfTime, msgspec.DecodeError) as error:
             log.warning(
                 "domain %s: the forkserver and its workers are gone (%s)",
@@ -153,7 +153,7 @@ class WorkerPool:
             self._forget_zygote()
         self.living.discard(pid)
         self._burials.pop(pid, None)
-        return how
+        return cause
 
     async def close(self) -> None:
         """End all processes at once."""
@@ -210,13 +210,17 @@ class WorkerPool:
 
     def _launch(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
         assert self._output is not None
-        given = ("envhub.workers.forkserver", theirs, self._output.file, (), signal.SIGTERM)
+        arguments = ("envhub.workers.forkserver", theirs, self._output.file, (), signal.SIGTERM)
         try:
-            with sandboxed_start(self.domain) as how:
-                if how is None:
-                    return start(*given, passed=self._passed)
+            with sandboxed_start(self.domain) as sandbox_start:
+                if sandbox_start is None:
+                    return start(*arguments, passed=self._passed)
                 return start(
-                    *given, passed=self._passed, within=how.within, uid=how.uid, files=how.files
+                    *arguments,
+                    passed=self._passed,
+                    within=sandbox_start.within,
+                    uid=sandbox_start.uid,
+                    files=sandbox_start.files,
                 )
         except NoSandbox as error:
             raise OSError(str(error)) from None
@@ -318,8 +322,8 @@ def _order(
     """
     child, control = forkserver
     data = line.frame(protocol.ENCODER.encode(order))
-    sent = socket.send_fds(control, [data], [along.fileno()] if along is not None else [])
-    control.sendall(data[sent:])
+    num_sent = socket.send_fds(control, [data], [along.fileno()] if along is not None else [])
+    control.sendall(data[num_sent:])
     wait_for_bytes(control, child.pid, within_s, name)
     (size,) = line.HEADER.unpack(_exactly(control, line.HEADER.size))
     if size > line.MAX_ANSWER_BYTES:

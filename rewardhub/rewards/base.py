@@ -128,29 +128,29 @@ def check_value(value: object) -> Value:
     return _number(value, "the reward")
 
 
-def _numbers(value: Mapping[Any, object], what: str) -> dict[str, float]:
+def _numbers(value: Mapping[Any, object], noun: str) -> dict[str, float]:
     if not value or not all(isinstance(name, str) and name for name in value):
         raise InvalidScoreError(
-            f"a reward of {what}s needs a name for each {what}, got {_show(value)}"
+            f"a reward of {noun}s needs a name for each {noun}, got {_show(value)}"
         )
     if len(value) > MAX_PARTS or any(
         len(name) > NAME_CHARS or not name.isprintable() for name in value
     ):
-        why = f"a reward has at most {MAX_PARTS} {what}s with printable names of at most {NAME_CHARS} characters"
-        raise InvalidScoreError(why)
-    return {name: _number(part, f"{what} {name!r}") for name, part in value.items()}
+        reason = f"a reward has at most {MAX_PARTS} {noun}s with printable names of at most {NAME_CHARS} characters"
+        raise InvalidScoreError(reason)
+    return {name: _number(part, f"{noun} {name!r}") for name, part in value.items()}
 
 
-def _number(value: object, what: str) -> float:
+def _number(value: object, noun: str) -> float:
     # Scalars of numpy and torch are numbers; strings are not, although float() parses them.
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise InvalidScoreError(f"{what} must be a number, got {_show(value)}")
+        raise InvalidScoreError(f"{noun} must be a number, got {_show(value)}")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise InvalidScoreError(f"{what} must be a number, got {_show(value)}") from None
+        raise InvalidScoreError(f"{noun} must be a number, got {_show(value)}") from None
     if not math.isfinite(number):
-        raise InvalidScoreError(f"{what} must be finite, got {number}")
+        raise InvalidScoreError(f"{noun} must be finite, got {number}")
     return number
 
 

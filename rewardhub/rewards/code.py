@@ -102,8 +102,8 @@ class CodeReward:
             try:
                 self._last = (sample.reference, parse(sample.reference))
             except InvalidTestsError as error:
-                why = f"domain {sample.domain!r}, task {sample.task_index}, its tests: {error}"
-                raise InvalidScoreError(why) from None
+                reason = f"domain {sample.domain!r}, task {sample.task_index}, its tests: {error}"
+                raise InvalidScoreError(reason) from None
         program = last_block(visible_text(sample.response, self._args.thinking))
         if program is None:
             return self._scored(0.0, [])
@@ -120,35 +120,35 @@ class CodeReward:
     ) -> tuple[float, list[ProgramEnd]]:
         """Run all tests of functions with one process of the program."""
         if isinstance(tests, StatementTests):
-            ended = self._sandbox.run(
+            end = self._sandbox.run(
                 program, mode="asserts", tests=ProgramChecks(tests.first, tests.each)
             )
-            return sum(index in ended.answers for index in range(len(tests.each))) / len(
+            return sum(index in end.answers for index in range(len(tests.each))) / len(
                 tests.each
-            ), [ended]
-        ended = self._sandbox.run(
+            ), [end]
+        end = self._sandbox.run(
             program, mode="calls", tests=ProgramChecks(tests.function, tests.arguments)
         )
         right = sum(
-            _same_value(ended.answers.get(index), result)
+            _same_value(end.answers.get(index), result)
             for index, result in enumerate(tests.results)
         )
-        return right / len(tests.results), [ended]
+        return right / len(tests.results), [end]
 
     def _pairs(self, program: str, tests: StdioTests) -> tuple[float, list[ProgramEnd]]:
         """Run one process for each pair, until the time is up or the outcome is certain."""
         until = time.monotonic() + self._args.timeout_s
         runs: list[ProgramEnd] = []
         right = 0
-        for given, expected in zip(tests.inputs, tests.outputs, strict=True):
-            left = until - time.monotonic()
+        for stdin, expected in zip(tests.inputs, tests.outputs, strict=True):
+            remaining_s = until - time.monotonic()
             if (
-                left <= 0
+                remaining_s <= 0
                 or (runs and not runs[-1].compiled)
                 or (self._args.all_or_nothing and right < len(runs))
             ):
                 break
-            runs.append(self._sandbox.run(program, stdin=given.encode(), wall_s=left))
+            runs.append(self._sandbox.run(program, stdin=stdin.encode(), wall_s=remaining_s))
             last = runs[-1]
             output = runs[-1].stdout.decode("utf-8", "replace")
             right += last.exit_code == 0 and not last.killed_for and same_output(output, expected)
@@ -168,7 +168,7 @@ class CodeReward:
 
 def last_block(response: str) -> str | None:
     """Return the text in the last closed fenced block, or None."""
-    found: str | None = None
+    block: str | None = None
     fence = ""
     lines = list[str]()
     for line in response[-LONGEST_RESPONSE:].splitlines():
@@ -178,19 +178,19 @@ def last_block(response: str) -> str | None:
                 fence = bare[: len(bare) - len(bare.lstrip("`"))]
                 lines = []
         elif bare.startswith(fence) and not bare.strip("`"):
-            found = "\n".join(lines) + "\n"
+            block = "\n".join(lines) + "\n"
             fence = ""
         else:
             lines.append(line)
-    return found
+    return block
 
 
-def same_output(got: str, expected: str) -> bool:
+def same_output(output: str, expected: str) -> bool:
     """Compare outputs by line, ignoring trailing blanks and trailing empty lines."""
-    found, wanted = (
-        [line.rstrip() for line in text.rstrip().splitlines()] for text in (got, expected)
+    output_lines, expected_lines = (
+        [line.rstrip() for line in text.rstrip().splitlines()] for text in (output, expected)
     )
-    return found == wanted
+    return output_lines == expected_lines
 
 
 def _same_value(answer: str | None, expected: Any) -> bool:
@@ -215,21 +215,21 @@ def main() -> int:
     options.add_argument(
         "--tests", default="tests", metavar="COLUMN", help="the column with the tests (tests)"
     )
-    asked = options.parse_args()
+    arguments = options.parse_args()
     number = bad = 0
     try:
-        with open(asked.file, encoding="utf-8") as lines:
+        with open(arguments.file, encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 try:
                     row = json.loads(line)
-                    if not isinstance(row, dict) or not isinstance(row.get(asked.tests), str):
-                        raise InvalidTestsError(f"column {asked.tests!r} holds no text")
-                    parse(row[asked.tests])
+                    if not isinstance(row, dict) or not isinstance(row.get(arguments.tests), str):
+                        raise InvalidTestsError(f"column {arguments.tests!r} holds no text")
+                    parse(row[arguments.tests])
                 except ValueError as error:
                     bad += 1
-                    print(f"{asked.file}:{number}: {error}")
+                    print(f"{arguments.file}:{number}: {error}")
     except OSError as error:
-        print(f"error: {asked.file}: {error.strerror}", file=sys.stderr)
+        print(f"error: {arguments.file}: {error.strerror}", file=sys.stderr)
         return 2
     print(f"{number} rows, {bad} with bad tests")
     return 2 if bad else 0

@@ -100,8 +100,8 @@ def _checked(tests: Tests) -> Tests:
             and not names.imports
             and MODULE not in tests.first + "".join(tests.each)
         ):
-            why = "they use no name of the program; builtins and modules of Python's library are never the program's"
-            raise InvalidTestsError(why)
+            reason = "they use no name of the program; builtins and modules of Python's library are never the program's"
+            raise InvalidTestsError(reason)
     return tests
 
 
@@ -124,8 +124,8 @@ def _mapping(value: dict[str, Any]) -> StdioTests | FunctionCallTests:
     inputs = value.get("inputs")
     outputs = value.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
-        why = f"a mapping needs the lists inputs and outputs; it has {', '.join(sorted(value)) or 'nothing'}"
-        raise InvalidTestsError(why)
+        reason = f"a mapping needs the lists inputs and outputs; it has {', '.join(sorted(value)) or 'nothing'}"
+        raise InvalidTestsError(reason)
     if len(inputs) != len(outputs):
         raise InvalidTestsError(f"{len(inputs)} inputs, but {len(outputs)} outputs")
     name = value.get("fn_name")
@@ -151,23 +151,23 @@ def _stream(value: object) -> str:
     return value
 
 
-def _python(text: str, what: str) -> ast.Module:
+def _python(text: str, noun: str) -> ast.Module:
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise InvalidTestsError(f"{what} is not valid Python: {error}: {text!r:.80}") from None
+        raise InvalidTestsError(f"{noun} is not valid Python: {error}: {text!r:.80}") from None
 
 
 def _file(text: str) -> StatementTests:
     body = _python(text, "the test file").body
     classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
-    found: list[str] = []
+    tests: list[str] = []
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name.startswith(
             "test_"
         ):
             _without_arguments(node, 0)
-            found.append(
+            tests.append(
                 _ASYNC.format(name=node.name)
                 if isinstance(node, ast.AsyncFunctionDef)
                 else f"{node.name}()"
@@ -175,17 +175,17 @@ def _file(text: str) -> StatementTests:
         elif isinstance(node, ast.ClassDef):
             is_case = any(
                 "TestCase" in ast.unparse(base)
-                for one in _lineage(node, classes)
-                for base in one.bases
+                for ancestor in _lineage(node, classes)
+                for base in ancestor.bases
             )
             if is_case or node.name.startswith("Test"):
                 form = _UNITTEST if is_case else _PLAIN
-                found += [
+                tests += [
                     form.format(name=node.name, method=method)
                     for method in _methods(_lineage(node, classes))
                 ]
-    if found:
-        return StatementTests(text, tuple(found))
+    if tests:
+        return StatementTests(text, tuple(tests))
     if all(isinstance(node, _SILENT) or _is_text(node) or _is_guard(node) for node in body):
         raise InvalidTestsError(
             "the test file has no test_* function, no class of tests, and runs nothing itself"
@@ -195,19 +195,21 @@ def _file(text: str) -> StatementTests:
 
 def _lineage(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
     """Return a class and its base classes in the same file."""
-    found = [node]
-    for one in found:
-        names = (base.id for base in one.bases if isinstance(base, ast.Name))
-        found += [classes[name] for name in names if name in classes and classes[name] not in found]
-    return found
+    lineage = [node]
+    for class_node in lineage:
+        names = (base.id for base in class_node.bases if isinstance(base, ast.Name))
+        lineage += [
+            classes[name] for name in names if name in classes and classes[name] not in lineage
+        ]
+    return lineage
 
 
 def _methods(lineage: list[ast.ClassDef]) -> list[str]:
     methods = [
-        one
+        statement
         for node in lineage
-        for one in node.body
-        if isinstance(one, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for statement in node.body
+        if isinstance(statement, (ast.FunctionDef, ast.AsyncFunctionDef))
     ]
     tests = {method.name: method for method in reversed(methods) if method.name.startswith("test")}
     for method in tests.values():
@@ -217,7 +219,7 @@ def _methods(lineage: list[ast.ClassDef]) -> list[str]:
 
 def _without_arguments(node: ast.FunctionDef | ast.AsyncFunctionDef, allowed: int) -> None:
     arguments = node.args
-    patched = any("patch" in ast.unparse(one) for one in node.decorator_list)
+    patched = any("patch" in ast.unparse(decorator) for decorator in node.decorator_list)
     if (
         len(arguments.posonlyargs + arguments.args) - len(arguments.defaults) > allowed
         and not patched

@@ -51,12 +51,12 @@ class FormatReward:
     def __init__(self, args: FormatArgs) -> None:
         self._args = args
         expression = re.compile(args.pattern, re.DOTALL)
-        where = {
+        affixes = {
             "all": expression.fullmatch,
             "start": expression.match,
             "anywhere": expression.search,
         }
-        match = where[args.where]
+        match = affixes[args.where]
 
         def verdict(response: bytes) -> bytes:
             return b"matches" if match(response.decode("utf-8", "surrogatepass")) else b""

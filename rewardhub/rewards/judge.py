@@ -174,7 +174,7 @@ class JudgeReward:
         finally:
             await first.close()
         names = (
-            [str(one.get("id")) for one in listed if isinstance(one, dict)]
+            [str(model.get("id")) for model in listed if isinstance(model, dict)]
             if isinstance(listed, list)
             else []
         )
@@ -226,9 +226,9 @@ class JudgeReward:
         self._known[key] = task
         task.add_done_callback(lambda done: self._forget(key, done))
 
-    def _forget(self, key: str, done: asyncio.Task[JudgeVerdict]) -> None:
+    def _forget(self, key: str, finished: asyncio.Task[JudgeVerdict]) -> None:
         """Drop an answer that failed, and the oldest ones beyond the cache's size."""
-        if done.cancelled() or done.exception() is not None:
+        if finished.cancelled() or finished.exception() is not None:
             self._known.pop(key, None)
         while len(self._known) > self._args.cache and next(iter(self._known.values())).done():
             self._known.popitem(last=False)
@@ -244,9 +244,9 @@ class JudgeReward:
             "high": f"{args.high:g}",
         }
         # One substitution: slots in the policy's text are never replaced.
-        asked = SLOTS.sub(lambda found: slots[found[1]], args.template)
+        question = SLOTS.sub(lambda found: slots[found[1]], args.template)
         system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
-        return [*system, {"role": "user", "content": asked}], truncated
+        return [*system, {"role": "user", "content": question}], truncated
 
     async def _ask(self, messages: list[dict[str, str]]) -> JudgeVerdict:
         """Return the verdict within the time limit."""
@@ -262,23 +262,26 @@ class JudgeReward:
         from rlearner_text.openai.client import EndpointError
 
         args = self._args
-        said = ""
+        answer = ""
         tokens = [0, 0]
         for number in range(1, args.asks_again + 2):
             try:
                 reply = await self._endpoint.post("/chat/completions", self._body(messages))
             except EndpointError as error:
                 raise NoScore(self._refused(error)) from None
-            said = _content(reply)
+            answer = _content(reply)
             for index, field in enumerate(("prompt_tokens", "completion_tokens")):
                 tokens[index] += _count(reply.get("usage"), field)
-            if (found := self._score(said)) is not None:
-                return JudgeVerdict(found, tokens[0], tokens[1], number)
-            again = SLOTS.sub(lambda slot: f"{getattr(args, slot[1]):g}", AGAIN)
-            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": again}]
-        shown = " ".join(said.split())[-120:]
-        why = f"the judge gave no score from {args.low:g} to {args.high:g} in {args.asks_again + 1} answers"
-        raise NoScore(f"{why}; the last ends {shown!r}")
+            if (score := self._score(answer)) is not None:
+                return JudgeVerdict(score, tokens[0], tokens[1], number)
+            repetition = SLOTS.sub(lambda slot: f"{getattr(args, slot[1]):g}", AGAIN)
+            messages += [
+                {"role": "assistant", "content": answer},
+                {"role": "user", "content": repetition},
+            ]
+        excerpt = " ".join(answer.split())[-120:]
+        reason = f"the judge gave no score from {args.low:g} to {args.high:g} in {args.asks_again + 1} answers"
+        raise NoScore(f"{reason}; the last ends {excerpt!r}")
 
     def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
         args = self._args
@@ -288,22 +291,22 @@ class JudgeReward:
             body.setdefault("model", self._model)
         return {name: value for name, value in body.items() if value is not None}
 
-    def _score(self, said: str) -> float | None:
+    def _score(self, answer: str) -> float | None:
         # a number in the judge's thinking is no verdict
-        found = self._pattern.findall(after_thinking(said))
+        matches = self._pattern.findall(after_thinking(answer))
         try:
-            number = float(found[-1])
+            number = float(matches[-1])
         except (IndexError, ValueError):
             return None
         return number if self._args.low <= number <= self._args.high else None
 
     def _refused(self, error: Exception) -> str:
-        where = f"{self._args.base_url}: {_clean(error)}"
+        problem = f"{self._args.base_url}: {_clean(error)}"
         status = getattr(error, "status", 0)
         return (
-            f"{where}; its key is taken from {self._args.api_key}"
+            f"{problem}; its key is taken from {self._args.api_key}"
             if status in (401, 403)
-            else where
+            else problem
         )
 
 
@@ -321,5 +324,5 @@ def _content(reply: dict[str, Any]) -> str:
 
 
 def _count(usage: Any, field: str) -> int:
-    found = usage.get(field) if isinstance(usage, dict) else None
-    return found if isinstance(found, int) and found >= 0 else 0
+    count = usage.get(field) if isinstance(usage, dict) else None
+    return count if isinstance(count, int) and count >= 0 else 0

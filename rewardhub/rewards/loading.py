@@ -45,13 +45,13 @@ def load(name: str, args: Mapping[str, Any], key: str = "rewards") -> Score:
         ConfigError: as in ``check``.
         UserError: if a secret that the arguments of a function name is missing.
     """
-    found = _resolve(name, key)
-    if inspect.isclass(found):
-        make: Any = found
-        score: Score = make(_class_args(found, name, args, key)).score
+    reward_class = _resolve(name, key)
+    if inspect.isclass(reward_class):
+        make: Any = reward_class
+        score: Score = make(_class_args(reward_class, name, args, key)).score
         return score
-    _check_call(found, args, key)
-    return partial(found, **resolved(args, f"{key}.args"))
+    _check_call(reward_class, args, key)
+    return partial(reward_class, **resolved(args, f"{key}.args"))
 
 
 def check(name: str, args: Mapping[str, Any], key: str = "rewards") -> Any:
@@ -62,12 +62,12 @@ def check(name: str, args: Mapping[str, Any], key: str = "rewards") -> Any:
         ConfigError: for an unknown name (lists the known ones), a missing module, file or function,
             or bad arguments.
     """
-    found = _resolve(name, key)
-    if not inspect.isclass(found):
-        _check_call(found, args, key)
+    reward_class = _resolve(name, key)
+    if not inspect.isclass(reward_class):
+        _check_call(reward_class, args, key)
         return None
-    checked = _class_args(found, name, args, key)
-    if (look := getattr(found, "check", None)) is not None:
+    checked = _class_args(reward_class, name, args, key)
+    if (look := getattr(reward_class, "check", None)) is not None:
         try:
             look(checked)
         except ConfigError as error:
@@ -82,10 +82,10 @@ def variables_of(reward: RewardConfig) -> set[str]:
     Raises:
         ConfigError: as in ``check``.
     """
-    found = _resolve(reward.name, "rewards")
+    reward_class = _resolve(reward.name, "rewards")
     return variables(
-        _class_args(found, reward.name, reward.args, "rewards")
-        if inspect.isclass(found)
+        _class_args(reward_class, reward.name, reward.args, "rewards")
+        if inspect.isclass(reward_class)
         else reward.args
     )
 
@@ -99,30 +99,32 @@ def concurrency_of(reward: RewardConfig) -> ConcurrencySettings | None:
     """
     if reward.name not in REWARDS:
         return None
-    found = _resolve(reward.name, "rewards")
-    if not getattr(found, "concurrent", False):
+    reward_class = _resolve(reward.name, "rewards")
+    if not getattr(reward_class, "concurrent", False):
         return None
-    args = _class_args(found, reward.name, reward.args, "rewards")
+    args = _class_args(reward_class, reward.name, reward.args, "rewards")
     return ConcurrencySettings(
-        args.max_concurrency, args.timeout_s, getattr(found, "on_gpu", False)
+        args.max_concurrency, args.timeout_s, getattr(reward_class, "on_gpu", False)
     )
 
 
 def _resolve(name: str, key: str) -> Any:
     try:
-        found = resolve("rewards", name, REWARDS)
+        reward_class = resolve("rewards", name, REWARDS)
     except ConfigError as error:
         raise ConfigError(f"{key}.name", name, error.allowed) from None
-    if not callable(found):
-        allowed = f"expected a function or a class, found an object of type {type(found).__name__}"
+    if not callable(reward_class):
+        allowed = (
+            f"expected a function or a class, found an object of type {type(reward_class).__name__}"
+        )
         raise ConfigError(f"{key}.name", name, allowed)
-    if inspect.isclass(found):
-        check_method(f"{key}.name", name, found, "score", ("sample",))
-    return found
+    if inspect.isclass(reward_class):
+        check_method(f"{key}.name", name, reward_class, "score", ("sample",))
+    return reward_class
 
 
-def _class_args(found: Any, name: str, args: Mapping[str, Any], key: str) -> Any:
-    model = getattr(found, "Args", None)
+def _class_args(reward_class: Any, name: str, args: Mapping[str, Any], key: str) -> Any:
+    model = getattr(reward_class, "Args", None)
     if model is None:
         raise ConfigError(
             f"{key}.name", name, "a class must have Args, a pydantic model of its arguments"
@@ -138,6 +140,6 @@ def _check_call(function: Any, args: Mapping[str, Any], key: str) -> None:
     try:
         signature.bind(None, **args)
     except TypeError as error:
-        shown = f"{getattr(function, '__name__', 'it')}{signature}"
-        allowed = f"{shown} is called with a sample and these arguments, but {error}"
+        call_text = f"{getattr(function, '__name__', 'it')}{signature}"
+        allowed = f"{call_text} is called with a sample and these arguments, but {error}"
         raise ConfigError(f"{key}.args", dict(args), allowed) from None

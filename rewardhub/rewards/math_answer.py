@@ -86,15 +86,15 @@ class MathAnswerReward:
             NoScore: if the reference is empty, a fault of the data.
         """
         gold = self.answer_of_reference(sample.reference)
-        found = math_extract.answer_of(
+        answer = math_extract.answer_of(
             sample.response, self._args.answer_after, self._args.thinking
         )
         if not gold.text.strip():
             raise NoScore(f"no answer in the reference {sample.reference[-200:]!r}")
         if self.kind(gold) == "text":
-            equal = math_extract.is_same_text(gold, found)
+            equal = math_extract.is_same_text(gold, answer)
             return Scored(self._args.correct if equal else self._args.wrong, {"by_text": 1.0})
-        verdict = self._verdict(gold, found)
+        verdict = self._verdict(gold, answer)
         if verdict in ("too_costly", "failed"):
             raise ResponseFault(
                 "too_costly" if verdict == "too_costly" else "not_comparable", self._args.wrong
@@ -115,24 +115,24 @@ class MathAnswerReward:
         except TooCostly:
             return "text"
 
-    def _compare(self, gold: ExtractedAnswer, found: ExtractedAnswer) -> str:
-        if gold.bare and found.bare:
+    def _compare(self, gold: ExtractedAnswer, answer: ExtractedAnswer) -> str:
+        if gold.bare and answer.bare:
             exact = math_text.number(gold.text)
-            other = math_text.number(found.text)
-            if exact is not None and other is not None:
+            answer_number = math_text.number(answer.text)
+            if exact is not None and answer_number is not None:
                 return (
                     "equal"
-                    if math_text.same_number(exact, other, self._args.float_rounding)
+                    if math_text.same_number(exact, answer_number, self._args.float_rounding)
                     else "different"
                 )
-        if not found.text.strip():
+        if not answer.text.strip():
             return "different"
-        if math_extract.is_same_writing(gold, found):  # regardless of size
+        if math_extract.is_same_writing(gold, answer):  # regardless of size
             return "equal"
         try:
-            return self._ask(gold, found).decode()
+            return self._ask(gold, answer).decode()
         except TooCostly:
             return "too_costly"
 
-    def _ask(self, gold: ExtractedAnswer, found: ExtractedAnswer | None) -> bytes:
-        return self._bounded(msgspec.msgpack.encode(ComparisonRequest(gold, found, self._options)))
+    def _ask(self, gold: ExtractedAnswer, answer: ExtractedAnswer | None) -> bytes:
+        return self._bounded(msgspec.msgpack.encode(ComparisonRequest(gold, answer, self._options)))

@@ -70,9 +70,9 @@ def warm_up() -> None:
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
     options = ComparisonOptions(6, 15, True, False)
     loose = msgspec.structs.replace(options, strict=False, allow_set_relation_comp=True)
-    for gold, found in WARM_UP:
-        for chosen in (options, loose) if "<" in gold + found else (options,):
-            NodeComparison(chosen, gold).verdict(read(gold), read(found))
+    for gold, answer in WARM_UP:
+        for warm_options in (options, loose) if "<" in gold + answer else (options,):
+            NodeComparison(warm_options, gold).verdict(read(gold), read(answer))
 
 
 def answer(data: bytes) -> bytes:

@@ -55,14 +55,14 @@ class NodeComparison:
         self._has_failed = False  # whether sympy raised in a comparison
         self._num_pairs = 0
 
-    def verdict(self, gold: Node, found: Node) -> Literal["equal", "different", "failed"]:
+    def verdict(self, gold: Node, answer: Node) -> Literal["equal", "different", "failed"]:
         """Return the verdict on an answer.
 
         Raises:
             TooCostly: if an expression is too costly to compute with.
         """
         self._has_failed = False
-        if self.is_equal(gold, found):
+        if self.is_equal(gold, answer):
             return "equal"
         return "failed" if self._has_failed else "different"
 
@@ -76,214 +76,225 @@ class NodeComparison:
             return any(self.is_mathematics(part) for part in node.parts)
         return True
 
-    def is_equal(self, gold: Node, found: Node) -> bool:
+    def is_equal(self, gold: Node, answer: Node) -> bool:
         """Return whether an answer equals the reference."""
         self._num_pairs += 1
         if self._num_pairs > MAX_PAIRS:
             raise TooCostly("too many items to compare")
-        if gold.unit and found.unit and gold.unit != found.unit:
+        if gold.unit and answer.unit and gold.unit != answer.unit:
             return False
-        if math_text.canonical(gold.text) == math_text.canonical(found.text):
+        if math_text.canonical(gold.text) == math_text.canonical(answer.text):
             return True
-        if "words" in (gold.kind, found.kind):
-            return math_text.words(gold.text) == math_text.words(found.text) != ""
-        unwrapped = self._unwrapped(gold, found)
+        if "words" in (gold.kind, answer.kind):
+            return math_text.words(gold.text) == math_text.words(answer.text) != ""
+        unwrapped = self._unwrapped(gold, answer)
         if unwrapped is not None:
             return self.is_equal(*unwrapped)
-        same_kind = getattr(self, f"_same_{gold.kind}", None) if gold.kind == found.kind else None
+        same_kind = getattr(self, f"_same_{gold.kind}", None) if gold.kind == answer.kind else None
         if same_kind is not None:
-            return bool(same_kind(gold, found))
-        mixed = self._mixed_kinds(gold, found)
-        return self._same_expression(gold, found) if mixed is None else mixed
+            return bool(same_kind(gold, answer))
+        mixed = self._mixed_kinds(gold, answer)
+        return self._same_expression(gold, answer) if mixed is None else mixed
 
-    def _unwrapped(self, gold: Node, found: Node) -> tuple[Node, Node] | None:
+    def _unwrapped(self, gold: Node, answer: Node) -> tuple[Node, Node] | None:
         """Return both without the name of what is equal, where only one has it; ``x = 3`` equals 3."""
         gold_value = _assigned(gold)
-        found_value = _assigned(found)
-        if gold.kind == "relation" and found.kind == "relation":
-            if gold.label == found.label == "\\in" and None not in (gold_value, found_value):
-                return gold.parts[1], found.parts[1]
+        found_value = _assigned(answer)
+        if gold.kind == "relation" and answer.kind == "relation":
+            if gold.label == answer.label == "\\in" and None not in (gold_value, found_value):
+                return gold.parts[1], answer.parts[1]
             return None
-        if gold_value is not None and found.kind not in ("system", "congruence", "builder"):
-            return gold_value, found
-        if found.kind == "relation" and gold.kind not in ("system", "congruence", "builder"):
+        if gold_value is not None and answer.kind not in ("system", "congruence", "builder"):
+            return gold_value, answer
+        if answer.kind == "relation" and gold.kind not in ("system", "congruence", "builder"):
             if found_value is not None:
                 return gold, found_value
-            if set(found.label.split()) == {"="} and gold.kind not in ("list", "set"):
-                return gold, found.parts[-1]
+            if set(answer.label.split()) == {"="} and gold.kind not in ("list", "set"):
+                return gold, answer.parts[-1]
         return None
 
-    def _mixed_kinds(self, gold: Node, found: Node) -> bool | None:
+    def _mixed_kinds(self, gold: Node, answer: Node) -> bool | None:
         """Compare two different kinds; None if sympy decides."""
-        kinds = {gold.kind, found.kind}
+        kinds = {gold.kind, answer.kind}
         if kinds <= {"list", "set", "tuple", "system"}:
             if "tuple" in kinds:
-                named = "system" in kinds or ("set" in kinds and self._options.strict)
+                is_collection = "system" in kinds or ("set" in kinds and self._options.strict)
                 return (
                     False
-                    if named
-                    else self._same_items(gold.parts, found.parts, ordered="set" not in kinds)
+                    if is_collection
+                    else self._same_items(gold.parts, answer.parts, ordered="set" not in kinds)
                 )
-            return self._same_items(gold.parts, found.parts, ordered=_are_named_apart(gold, found))
+            return self._same_items(
+                gold.parts, answer.parts, ordered=_are_named_apart(gold, answer)
+            )
         if kinds == {"tuple", "interval"}:  # of other brackets
             return False
         if kinds == {"list", "interval"} and gold.kind == "list":
-            return found.label == "[]" and self._same_items(gold.parts, found.parts, ordered=True)
+            return answer.label == "[]" and self._same_items(gold.parts, answer.parts, ordered=True)
         if kinds == {"matrix", "tuple"}:
-            matrix, row = (gold, found) if gold.kind == "matrix" else (found, gold)
+            matrix, row = (gold, answer) if gold.kind == "matrix" else (answer, gold)
             is_column = matrix.label.endswith("x1") and row.label == "()"
-            return is_column and self._same_items(gold.parts, found.parts, ordered=True)
+            return is_column and self._same_items(gold.parts, answer.parts, ordered=True)
         if kinds <= {"number", "percent", "ratio", "clock"}:
-            return self._same_values(gold, found)
+            return self._same_values(gold, answer)
         if "builder" in kinds:
-            return self._is_built(gold, found)
+            return self._is_built(gold, answer)
         if kinds <= _SYMBOLIC:
             return None
         return False
 
-    def _same_values(self, gold: Node, found: Node) -> bool:
-        if gold.value is None or found.value is None:
+    def _same_values(self, gold: Node, answer: Node) -> bool:
+        if gold.value is None or answer.value is None:
             return False
         digits = self._options.float_rounding
         exact = (gold.value, gold.is_decimal)
-        values = [found.value]
+        values = [answer.value]
         # the sign may be the unit of the question
-        if {gold.kind, found.kind} == {"number", "percent"}:
-            values.append(found.value * 100 if found.kind == "percent" else found.value / 100)
+        if {gold.kind, answer.kind} == {"number", "percent"}:
+            values.append(answer.value * 100 if answer.kind == "percent" else answer.value / 100)
         return any(
-            math_text.same_number(exact, (value, found.is_decimal), digits) for value in values
+            math_text.same_number(exact, (value, answer.is_decimal), digits) for value in values
         )
 
     _same_number = _same_values
     _same_percent = _same_values
 
-    def _same_ratio(self, gold: Node, found: Node) -> bool:
-        terms = [[part.value or 0 for part in node.parts] for node in (gold, found)]
+    def _same_ratio(self, gold: Node, answer: Node) -> bool:
+        terms = [[part.value or 0 for part in node.parts] for node in (gold, answer)]
         return len(terms[0]) == len(terms[1]) and all(
-            one * terms[1][0] == other * terms[0][0] for one, other in zip(*terms, strict=True)
+            gold_term * terms[1][0] == answer_term * terms[0][0]
+            for gold_term, answer_term in zip(*terms, strict=True)
         )
 
-    def _same_clock(self, gold: Node, found: Node) -> bool:
-        times = [_times(node) for node in (gold, found)]
+    def _same_clock(self, gold: Node, answer: Node) -> bool:
+        times = [_times(node) for node in (gold, answer)]
         return bool(times[0] & times[1])
 
-    def _same_list(self, gold: Node, found: Node) -> bool:
-        return self._same_items(gold.parts, found.parts, ordered=_are_named_apart(gold, found))
+    def _same_list(self, gold: Node, answer: Node) -> bool:
+        return self._same_items(gold.parts, answer.parts, ordered=_are_named_apart(gold, answer))
 
     _same_set = _same_list
     _same_system = _same_list
     _same_cases = _same_list
 
-    def _same_tuple(self, gold: Node, found: Node) -> bool:
-        return gold.label == found.label and self._same_items(gold.parts, found.parts, ordered=True)
+    def _same_tuple(self, gold: Node, answer: Node) -> bool:
+        return gold.label == answer.label and self._same_items(
+            gold.parts, answer.parts, ordered=True
+        )
 
     _same_interval = _same_tuple
     _same_matrix = _same_tuple
 
-    def _same_items(self, gold: Sequence[Node], found: Sequence[Node], *, ordered: bool) -> bool:
+    def _same_items(self, gold: Sequence[Node], answer: Sequence[Node], *, ordered: bool) -> bool:
         if ordered:
-            pairs = zip(gold, found, strict=False)
-            return len(gold) == len(found) and all(
-                self.is_equal(one, other) for one, other in pairs
+            pairs = zip(gold, answer, strict=False)
+            return len(gold) == len(answer) and all(
+                self.is_equal(left_item, right_item) for left_item, right_item in pairs
             )
-        wanted = _distinct(gold)
-        others = _distinct(found)
-        texts = {math_text.canonical(node.text) for node in others}
-        missing = [node for node in wanted if math_text.canonical(node.text) not in texts]
-        texts = {math_text.canonical(node.text) for node in wanted}
-        extra = [node for node in others if math_text.canonical(node.text) not in texts]
+        gold_items = _distinct(gold)
+        answer_items = _distinct(answer)
+        texts = {math_text.canonical(node.text) for node in answer_items}
+        missing = [node for node in gold_items if math_text.canonical(node.text) not in texts]
+        texts = {math_text.canonical(node.text) for node in gold_items}
+        extra = [node for node in answer_items if math_text.canonical(node.text) not in texts]
         # Equal items in two notations count once.
-        return all(any(self.is_equal(one, other) for other in others) for one in missing) and all(
-            any(self.is_equal(one, other) for one in wanted) for other in extra
+        return all(
+            any(self.is_equal(left_item, right_item) for right_item in answer_items)
+            for left_item in missing
+        ) and all(
+            any(self.is_equal(left_item, right_item) for left_item in gold_items)
+            for right_item in extra
         )
 
-    def _same_relation(self, gold: Node, found: Node) -> bool:
-        if gold.label == found.label == "=" and not any(
-            is_name(node.parts[0].text) for node in (gold, found)
+    def _same_relation(self, gold: Node, answer: Node) -> bool:
+        if gold.label == answer.label == "=" and not any(
+            is_name(node.parts[0].text) for node in (gold, answer)
         ):
-            return self._same_expression(gold, found)
-        if gold.label == found.label and len(gold.parts) == len(found.parts):
-            names = [node.parts[0].text for node in (gold, found)]
+            return self._same_expression(gold, answer)
+        if gold.label == answer.label and len(gold.parts) == len(answer.parts):
+            names = [node.parts[0].text for node in (gold, answer)]
             if all(map(is_name, names)) and gold.label == "=" and _renamed(*names) is not None:
-                found = msgspec.structs.replace(found, parts=_with_name(found, gold))
+                answer = msgspec.structs.replace(answer, parts=_with_name(answer, gold))
             if all(
-                self.is_equal(one, other)
-                for one, other in zip(gold.parts, found.parts, strict=True)
+                self.is_equal(gold_part, answer_part)
+                for gold_part, answer_part in zip(gold.parts, answer.parts, strict=True)
             ):
                 return True
             if gold.label == "\\ne":
-                return self.is_equal(gold.parts[0], found.parts[1]) and self.is_equal(
-                    gold.parts[1], found.parts[0]
+                return self.is_equal(gold.parts[0], answer.parts[1]) and self.is_equal(
+                    gold.parts[1], answer.parts[0]
                 )
-        last = [_assigned(node) for node in (gold, found)]
+        last = [_assigned(node) for node in (gold, answer)]
         if (
             None not in last
-            and gold.parts[0].text == found.parts[0].text
-            and "\\in" not in gold.label + found.label
+            and gold.parts[0].text == answer.parts[0].text
+            and "\\in" not in gold.label + answer.label
         ):
-            return self.is_equal(gold.parts[-1], found.parts[-1])
-        return self._same_expression(gold, found)
+            return self.is_equal(gold.parts[-1], answer.parts[-1])
+        return self._same_expression(gold, answer)
 
-    def _same_congruence(self, gold: Node, found: Node) -> bool:
-        if not self.is_equal(gold.parts[0], found.parts[0]):
+    def _same_congruence(self, gold: Node, answer: Node) -> bool:
+        if not self.is_equal(gold.parts[0], answer.parts[0]):
             return False
-        if gold.label != found.label and gold.label and found.label:
+        if gold.label != answer.label and gold.label and answer.label:
             return False
         modulus = gold.parts[0].value
-        residues = [[part.value for part in node.parts[1:]] for node in (gold, found)]
+        residues = [[part.value for part in node.parts[1:]] for node in (gold, answer)]
         if modulus and all(value is not None for values in residues for value in values):
             first, second = (
                 {value % modulus for value in values if value is not None} for values in residues
             )
             return first == second
-        return self._same_items(gold.parts[1:], found.parts[1:], ordered=False)
+        return self._same_items(gold.parts[1:], answer.parts[1:], ordered=False)
 
-    def _same_builder(self, gold: Node, found: Node) -> bool:
-        names = [re.match(r"[A-Za-z]", node.parts[0].text) for node in (gold, found)]
-        parts = found.parts
+    def _same_builder(self, gold: Node, answer: Node) -> bool:
+        names = [re.match(r"[A-Za-z]", node.parts[0].text) for node in (gold, answer)]
+        parts = answer.parts
         if names[0] and names[1]:
-            parts = tuple(_substituted(part, names[1][0], names[0][0]) for part in found.parts)
+            parts = tuple(_substituted(part, names[1][0], names[0][0]) for part in answer.parts)
         return self._same_items(gold.parts, parts, ordered=True)
 
-    def _is_built(self, gold: Node, found: Node) -> bool:
+    def _is_built(self, gold: Node, answer: Node) -> bool:
         """Compare a set given by a condition with an interval or another set."""
         if gold.kind == "builder":
-            return gold.parts[1].kind == "relation" and self.is_equal(gold.parts[1], found)
-        condition = found.parts[1]
+            return gold.parts[1].kind == "relation" and self.is_equal(gold.parts[1], answer)
+        condition = answer.parts[1]
         if condition.kind != "relation":
             return False
         return self._same_expression(gold, condition, allow_set_relation_comp=True)
 
     def _same_expression(
-        self, gold: Node, found: Node, *, allow_set_relation_comp: bool | None = None
+        self, gold: Node, answer: Node, *, allow_set_relation_comp: bool | None = None
     ) -> bool:
         import math_verify
 
-        if not {gold.kind, found.kind} <= _SYMBOLIC:
+        if not {gold.kind, answer.kind} <= _SYMBOLIC:
             return False
         exact = math_expression.parsed(gold, imaginary=self._imaginary)
-        other = math_expression.parsed(found, imaginary=self._imaginary)
-        if exact is None or other is None:
+        answer_expression = math_expression.parsed(answer, imaginary=self._imaginary)
+        if exact is None or answer_expression is None:
             return False
         try:
-            if math_expression.is_undefined(exact) or math_expression.is_undefined(other):
+            if math_expression.is_undefined(exact) or math_expression.is_undefined(
+                answer_expression
+            ):
                 return False
-            if exact == other:
+            if exact == answer_expression:
                 return True
-            if is_costly(exact) or is_costly(other):
+            if is_costly(exact) or is_costly(answer_expression):
                 raise TooCostly("too large to compute with")
-            if math_expression.ordered(exact) == math_expression.ordered(other):
+            if math_expression.ordered(exact) == math_expression.ordered(answer_expression):
                 return True
-            if math_expression.is_same_equation(exact, other):
+            if math_expression.is_same_equation(exact, answer_expression):
                 return True
-            if not math_expression.is_near(exact, other, self._options.float_rounding):
+            if not math_expression.is_near(exact, answer_expression, self._options.float_rounding):
                 return False
             settings = msgspec.structs.asdict(self._options)
             if allow_set_relation_comp is not None:
                 settings["allow_set_relation_comp"] = allow_set_relation_comp
             return bool(
                 math_verify.verify(
-                    exact, other, timeout_seconds=None, raise_on_error=True, **settings
+                    exact, answer_expression, timeout_seconds=None, raise_on_error=True, **settings
                 )
             )
         except (TooCostly, MemoryError, RecursionError):
@@ -301,13 +312,13 @@ def _assigned(node: Node) -> Node | None:
     return node.parts[-1] if len(set(signs)) == 1 or signs[-1] == "\\in" else None
 
 
-def _are_named_apart(gold: Node, found: Node) -> bool:
+def _are_named_apart(gold: Node, answer: Node) -> bool:
     """Return whether the reference names its values and the answer does not, so that their order
     counts.
     """
     names = [part.parts[0].text for part in gold.parts if part.kind == "relation" and part.parts]
     return len(set(names)) == len(gold.parts) > 1 and not any(
-        part.kind == "relation" for part in found.parts
+        part.kind == "relation" for part in answer.parts
     )
 
 
@@ -321,15 +332,15 @@ def _times(node: Node) -> set[tuple[int, int, int]]:
     if node.label:
         return {(hour % 12 + (12 if node.label == "p" else 0), minute, second)}
     hours = {hour, (hour + 12) % 24} if hour <= 12 else {hour}
-    return {(each, minute, second) for each in hours}
+    return {(hour, minute, second) for hour in hours}
 
 
-def _renamed(gold: str, found: str) -> str | None:
+def _renamed(gold: str, answer: str) -> str | None:
     """Return the other variable of the same function, ``y`` for ``f(x)`` and ``f(y)``; None for
     other names.
     """
     pattern = r"([A-Za-z])\(\s*([A-Za-z])\s*\)"
-    matches = re.fullmatch(pattern, gold), re.fullmatch(pattern, found)
+    matches = re.fullmatch(pattern, gold), re.fullmatch(pattern, answer)
     if (
         matches[0] is None
         or matches[1] is None
@@ -340,14 +351,14 @@ def _renamed(gold: str, found: str) -> str | None:
     return matches[1][2]
 
 
-def _with_name(found: Node, gold: Node) -> tuple[Node, ...]:
-    wanted = re.findall(r"[A-Za-z]", gold.parts[0].text)[-1]
-    name = re.findall(r"[A-Za-z]", found.parts[0].text)[-1]
-    return tuple(_substituted(part, name, wanted) for part in found.parts)
+def _with_name(answer: Node, gold: Node) -> tuple[Node, ...]:
+    new_name = re.findall(r"[A-Za-z]", gold.parts[0].text)[-1]
+    name = re.findall(r"[A-Za-z]", answer.parts[0].text)[-1]
+    return tuple(_substituted(part, name, new_name) for part in answer.parts)
 
 
-def _substituted(node: Node, name: str, wanted: str) -> Node:
+def _substituted(node: Node, name: str, new_name: str) -> Node:
     """Return a node with one variable renamed."""
     pattern = re.compile(rf"(?<![A-Za-z\\]){name}(?![A-Za-z])")
-    parts = tuple(_substituted(part, name, wanted) for part in node.parts)
-    return msgspec.structs.replace(node, text=pattern.sub(wanted, node.text), parts=parts)
+    parts = tuple(_substituted(part, name, new_name) for part in node.parts)
+    return msgspec.structs.replace(node, text=pattern.sub(new_name, node.text), parts=parts)

@@ -92,39 +92,40 @@ def ordered(expression: Any) -> Any:
     )
 
 
-def is_same_equation(gold: Any, found: Any) -> bool:
+def is_same_equation(gold: Any, answer: Any) -> bool:
     """Return whether two equations of polynomials are multiples of each other; False if that is not
     known.
     """
     import sympy
 
-    if not (isinstance(gold, sympy.Eq) and isinstance(found, sympy.Eq)):
+    if not (isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq)):
         return False
-    sides = [equation.lhs - equation.rhs for equation in (gold, found)]
+    sides = [equation.lhs - equation.rhs for equation in (gold, answer)]
     if not all(side.free_symbols and side.is_polynomial(*side.free_symbols) for side in sides):
         return False
     ratio = sympy.cancel(sides[0] / sides[1])
     return bool(ratio.is_number and ratio.is_nonzero)
 
 
-def is_near(gold: Any, found: Any, digits: int) -> bool:
+def is_near(gold: Any, answer: Any, digits: int) -> bool:
     """Return False for a small number and one that differs relatively; math-verify rounds small
     numbers to zero.
     """
     import sympy
 
-    if not all(isinstance(number, sympy.Expr) and number.is_number for number in (gold, found)):
+    if not all(isinstance(number, sympy.Expr) and number.is_number for number in (gold, answer)):
         return True
     exact = gold.evalf(30)
-    other = found.evalf(30)
+    answer_value = answer.evalf(30)
     if (
         not (exact.is_Float or exact.is_Rational)
-        or not (other.is_Float or other.is_Rational)
+        or not (answer_value.is_Float or answer_value.is_Rational)
         or abs(exact) >= SMALL
     ):
         return True
     return bool(
-        abs(exact - other) <= abs(exact) * sympy.Rational(str(math_text.relative_tolerance(digits)))
+        abs(exact - answer_value)
+        <= abs(exact) * sympy.Rational(str(math_text.relative_tolerance(digits)))
     )
 
 

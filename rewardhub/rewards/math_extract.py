@@ -66,11 +66,11 @@ def answer_of(text: str, marker: str, thinking: Thinking = "drop") -> ExtractedA
     whole text, whose last number counts.
     """
     text = _without_end_tokens(visible_text(text, thinking)[-LONGEST_ANSWER:])
-    _, is_marked, after = text.rpartition(marker) if marker else ("", "", text)
-    if is_marked and not BOXED.search(after):
-        line = next((line for line in after.splitlines() if line.strip(" :*")), "")
+    _, is_marked, marked_text = text.rpartition(marker) if marker else ("", "", text)
+    if is_marked and not BOXED.search(marked_text):
+        line = next((line for line in marked_text.splitlines() if line.strip(" :*")), "")
         return ExtractedAnswer(strip_markup(line.lstrip(" :")), bare=True)
-    text = _tagged_text(after if is_marked else text)
+    text = _tagged_text(marked_text if is_marked else text)
     boxes = _boxes(text)
     if boxes and (stated := _final_answer(text[boxes[-1].end :])) is not None:
         return ExtractedAnswer(stated, bare=True)
@@ -124,10 +124,10 @@ def _stated_answer(text: str) -> str | None:
     places = list(_STATED.finditer(text))
     if not places:
         return None
-    rest = text[places[-1].end() :].lstrip()
-    if (formulas := last_formulas(rest, first=True)) is not None:
+    remainder = text[places[-1].end() :].lstrip()
+    if (formulas := last_formulas(remainder, first=True)) is not None:
         return formulas
-    candidate = strip_markup(_SENTENCE_END.split(rest, maxsplit=1)[0])
+    candidate = strip_markup(_SENTENCE_END.split(remainder, maxsplit=1)[0])
     if not candidate or _DELIMITED.search(candidate):
         return None
     return candidate if len(candidate.split()) <= MANY_WORDS else None
@@ -154,15 +154,15 @@ def last_formulas(text: str, *, first: bool = False) -> str | None:
         return None
     run = [formulas[0]] if first else [formulas[-1]]
     if first:
-        for before, after in pairwise(formulas):
-            if not _CONNECTED.fullmatch(text[before.end() : after.start()]):
+        for previous, following in pairwise(formulas):
+            if not _CONNECTED.fullmatch(text[previous.end() : following.start()]):
                 break
-            run.append(after)
+            run.append(following)
     else:
-        for before, after in reversed(list(pairwise(formulas))):
-            if not _CONNECTED.fullmatch(text[before.end() : after.start()]):
+        for previous, following in reversed(list(pairwise(formulas))):
+            if not _CONNECTED.fullmatch(text[previous.end() : following.start()]):
                 break
-            run.insert(0, before)
+            run.insert(0, previous)
     tail = text[run[-1].end() :]
     percent = _PERCENT.match(tail)
     if not first and re.search(r"\d", tail):
@@ -231,24 +231,24 @@ def is_prose(text: str) -> bool:
     return len(text.split()) > MANY_WORDS
 
 
-def is_same_writing(gold: ExtractedAnswer, found: ExtractedAnswer) -> bool:
+def is_same_writing(gold: ExtractedAnswer, answer: ExtractedAnswer) -> bool:
     """Return whether an answer is written like the reference, or names the same choice."""
     if (letter := _choice_of_reference(gold.text.strip())) is not None:
-        return letter == _choice_of_response(found)
-    if not (gold.bare and found.bare):
+        return letter == _choice_of_response(answer)
+    if not (gold.bare and answer.bare):
         return False
-    if gold.text.split() == found.text.split():
+    if gold.text.split() == answer.text.split():
         return True
     spellings = [
         math_text.canonical(math_text.plain_latex(answer.text[:LONGEST_ANSWER]))
-        for answer in (gold, found)
+        for answer in (gold, answer)
     ]
     return spellings[0] == spellings[1] != ""
 
 
-def is_same_text(gold: ExtractedAnswer, found: ExtractedAnswer) -> bool:
+def is_same_text(gold: ExtractedAnswer, answer: ExtractedAnswer) -> bool:
     """Return whether an answer has the words of the reference, or is written like it."""
-    return bool(_candidate_texts(gold) & _candidate_texts(found)) or is_same_writing(gold, found)
+    return bool(_candidate_texts(gold) & _candidate_texts(answer)) or is_same_writing(gold, answer)
 
 
 def _choice_of_reference(text: str) -> str | None:
@@ -260,11 +260,11 @@ def _choice_of_reference(text: str) -> str | None:
     return match and (match[1] or match[2])
 
 
-def _choice_of_response(found: ExtractedAnswer) -> str | None:
-    letter = math_text.choice(found.text.strip())
-    if letter is not None or found.bare:
+def _choice_of_response(answer: ExtractedAnswer) -> str | None:
+    letter = math_text.choice(answer.text.strip())
+    if letter is not None or answer.bare:
         return letter
-    match = re.search(r"(?<![\w'])\(?([A-J])\)?\W*$", found.text)
+    match = re.search(r"(?<![\w'])\(?([A-J])\)?\W*$", answer.text)
     return match[1] if match else None
 
 

@@ -193,8 +193,8 @@ def _congruence(text: str, depth: int) -> Node | None:
         return None
     base = next(group for group in modulus.groups() if group is not None).strip()
     residues = tuple(_read(item, depth + 1) for item in split_items(sides[-1]))
-    left = math_text.canonical(sides[0]) if len(sides) == 2 else ""
-    return Node("congruence", text, (_read(base, depth + 1), *residues), label=left)
+    left_side = math_text.canonical(sides[0]) if len(sides) == 2 else ""
+    return Node("congruence", text, (_read(base, depth + 1), *residues), label=left_side)
 
 
 def _sequence(text: str, depth: int) -> Node | None:

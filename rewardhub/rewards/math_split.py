@@ -21,16 +21,16 @@ _EITHER: Final = re.compile(r"\\lor(?![A-Za-z])")  # only between relations
 
 def tokens(text: str) -> list[tuple[str, int, int]]:
     """Return the tokens of LaTeX with their places and how many brackets are open around each."""
-    found = []
+    tokens_found = []
     level = 0
     for match in _TOKEN.finditer(text):
         token = match[0]
         if token.startswith("\\end{") or token in _CLOSE or token == "\\}":
             level -= 1
-        found.append((token, match.start(), level))
+        tokens_found.append((token, match.start(), level))
         if token.startswith("\\begin{") or token in _OPEN or token == "\\{":
             level += 1
-    return found
+    return tokens_found
 
 
 def split_top(text: str, separator: str) -> list[str]:
@@ -49,9 +49,11 @@ def split_top(text: str, separator: str) -> list[str]:
 
 def _groups_digits(text: str, position: int) -> bool:
     """Return whether a comma stands between digit groups of one number, as in ``1,234, 5``."""
-    before = re.search(r"(?<![\d,])\d{1,3}(?:,\d{3}){0,9}$", text[max(0, position - 40) : position])
-    after = re.match(r",\d{3}(?!\d)", text[position:])
-    return before is not None and after is not None
+    digits_before = re.search(
+        r"(?<![\d,])\d{1,3}(?:,\d{3}){0,9}$", text[max(0, position - 40) : position]
+    )
+    digits_after = re.match(r",\d{3}(?!\d)", text[position:])
+    return digits_before is not None and digits_after is not None
 
 
 def _depth_at(text: str, position: int) -> int:

@@ -131,16 +131,16 @@ def decimal_comma(text: str) -> tuple[Fraction, bool] | None:
     return number(f"{match[1]}{match[2]}.{match[3]}") if match else None
 
 
-def same_number(gold: tuple[Fraction, bool], found: tuple[Fraction, bool], digits: int) -> bool:
+def same_number(gold: tuple[Fraction, bool], answer: tuple[Fraction, bool], digits: int) -> bool:
     """Return whether two numbers are equal: rounded to ``digits`` decimals if one has a decimal
     point, else exactly.
     """
-    if gold[1] or found[1]:
+    if gold[1] or answer[1]:
         # Rounding turns small numbers into zero, so the difference must also be small relative to
         # the reference.
-        near = abs(gold[0] - found[0]) <= abs(gold[0]) * relative_tolerance(digits)
-        return near and round(gold[0], digits) == round(found[0], digits)
-    return gold[0] == found[0]
+        near = abs(gold[0] - answer[0]) <= abs(gold[0]) * relative_tolerance(digits)
+        return near and round(gold[0], digits) == round(answer[0], digits)
+    return gold[0] == answer[0]
 
 
 def relative_tolerance(digits: int) -> Fraction:

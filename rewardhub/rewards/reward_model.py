@@ -57,11 +57,11 @@ class RewardModel:
             NoScore: if the model's output is not finite.
         """
         ids, truncated = self._model.tokens(sample.prompt, sample.response)
-        done: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._waiting.append((ids, done))
+        future: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.append((ids, future))
         if self._working is None:
             self._working = asyncio.create_task(self._work())
-        output = await done
+        output = await future
         if not math.isfinite(output):
             raise NoScore(
                 f"domain {sample.domain!r}, task {sample.task_index}: the model's output is {output}"
@@ -92,10 +92,10 @@ class RewardModel:
             )
         except Exception as error:  # noqa: BLE001 - an error of torch fails the waiting samples
             outputs = [error] * len(batch)
-        for (_, done), output in zip(batch, outputs, strict=True):
-            if done.done():
+        for (_, future), output in zip(batch, outputs, strict=True):
+            if future.done():
                 continue
             if isinstance(output, Exception):
-                done.set_exception(RuntimeError(f"{type(output).__name__}: {output}"))
+                future.set_exception(RuntimeError(f"{type(output).__name__}: {output}"))
             else:
-                done.set_result(output)
+                future.set_result(output)

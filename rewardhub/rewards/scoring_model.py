@@ -51,18 +51,19 @@ class ScoringModel:
         self._converses = _has_chat_template(self._tokenizer)
         folder = model_folder(args.path, _KEY, trust_remote_code=trusted)
         config = read_json(Path(folder) / "config.json", args.path, _KEY)
-        named = {"dtype": dtype, "trust_remote_code": trusted, "use_safetensors": True}
+        options = {"dtype": dtype, "trust_remote_code": trusted, "use_safetensors": True}
         classifier = any(
-            "SequenceClassification" in one for one in config.get("architectures") or ()
+            "SequenceClassification" in architecture
+            for architecture in config.get("architectures") or ()
         )
         self._head: torch.nn.Linear | None = None
         try:
             if args.head == "classifier" or (args.head == "auto" and classifier):
                 kind = transformers.AutoModelForSequenceClassification
-                self._model: Any = kind.from_pretrained(folder, **named)
+                self._model: Any = kind.from_pretrained(folder, **options)
                 self._model.config.pad_token_id = self._pad = self._tokenizer.pad_token_id
             else:
-                self._model = transformers.AutoModel.from_pretrained(folder, **named)
+                self._model = transformers.AutoModel.from_pretrained(folder, **options)
                 self._head = _value_head(folder, dtype)
                 self._pad = self._tokenizer.pad_token_id
                 self._head.to(self._device)
@@ -103,8 +104,10 @@ class ScoringModel:
             ]
             ids = self._tokenizer.encode_chat(chat, add_generation_prompt=False)
         else:
-            before, _, rest = args.template.partition("{response}")
-            ids = self._tokenizer.encode(before.replace("{prompt}", prompt) + response + rest)
+            text_before, _, text_after = args.template.partition("{response}")
+            ids = self._tokenizer.encode(
+                text_before.replace("{prompt}", prompt) + response + text_after
+            )
         return ids[-args.max_length :], is_cut or len(ids) > args.max_length
 
     @torch.inference_mode()
@@ -127,8 +130,8 @@ class ScoringModel:
             logits = logits.softmax(-1)
         elif self._args.activation == "sigmoid":
             logits = logits.sigmoid()
-        chosen: list[float] = logits[:, self._args.label].tolist()
-        return chosen
+        values: list[float] = logits[:, self._args.label].tolist()
+        return values
 
 
 def _has_chat_template(tokenizer: Tokenizer) -> bool:
@@ -156,8 +159,8 @@ def _value_head(path: str, dtype: torch.dtype) -> torch.nn.Linear:
         if name.endswith(".weight") and tensor.ndim == 2 and tensor.shape[0] == 1
     }
     if len(weights) != 1:
-        known = ", ".join(f"{head}.weight" for head in HEADS)
-        allowed = f"a sequence classifier, or a model with one value head of shape [1, hidden] among {known}"
+        head_names = ", ".join(f"{head}.weight" for head in HEADS)
+        allowed = f"a sequence classifier, or a model with one value head of shape [1, hidden] among {head_names}"
         raise ConfigError(_KEY, path, allowed)
     ((name, weight),) = weights.items()
     bias = found.get(name.removesuffix("weight") + "bias")

@@ -33,24 +33,26 @@ def guides_of(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
     """
     param = "tools" if body.forced else "response_format"
     try:
-        made = _forms(body, tokenizer)
+        guides = _forms(body, tokenizer)
     except RecursionError:
         raise HttpError(400, f"{param}: its schema is nested too deeply", param=param) from None
-    if made:
+    if guides:
         if (
-            size := sum(len(one.schema) + len(one.before) + len(one.after) for one in made)
+            size := sum(
+                len(guide.schema) + len(guide.before) + len(guide.after) for guide in guides
+            )
         ) > MAX_GUIDE_CHARS:
             message = (
                 f"{param}: schemas of {size} characters are not allowed; at most {MAX_GUIDE_CHARS}"
             )
             raise HttpError(400, message, param=param)
         try:
-            _guides(tokenizer).check(made)
+            _guides(tokenizer).check(guides)
         except GuideError as error:
             raise HttpError(
                 400, f"{param}: its schema cannot be compiled to a grammar: {error}", param=param
             ) from None
-    return made
+    return guides
 
 
 def _forms(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
@@ -73,21 +75,23 @@ def close_objects(schema: Any) -> Any:
     """
     if not isinstance(schema, dict):
         return schema
-    made = dict(schema)
+    closed = dict(schema)
     for key in _NAMED & schema.keys():
         if isinstance(schema[key], dict):
-            made[key] = {name: close_objects(one) for name, one in schema[key].items()}
+            closed[key] = {
+                name: close_objects(subschema) for name, subschema in schema[key].items()
+            }
     for key in _LISTED & schema.keys():
         inner = schema[key]
-        made[key] = (
-            [close_objects(one) for one in inner]
+        closed[key] = (
+            [close_objects(subschema) for subschema in inner]
             if isinstance(inner, list)
             else close_objects(inner)
         )
     return (
-        made
+        closed
         if "properties" not in schema or _OPEN & schema.keys()
-        else made | {"additionalProperties": False}
+        else closed | {"additionalProperties": False}
     )
 
 
@@ -98,13 +102,13 @@ def _guides(tokenizer: Tokenizer) -> GuideCompiler:
 
 def _calls(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
     """Return guides for one call of any callable tool."""
-    how = tool_calls.tool_syntax(tokenizer)
-    return [_call(tool["function"], how) for tool in body.callable_tools]
+    syntax = tool_calls.tool_syntax(tokenizer)
+    return [_call(tool["function"], syntax) for tool in body.callable_tools]
 
 
-def _call(function: dict[str, Any], how: ToolSyntax) -> wire.Guide:
+def _call(function: dict[str, Any], syntax: ToolSyntax) -> wire.Guide:
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
-    properties = {how.name_key: {"const": function["name"]}, how.arguments_key: parameters}
+    properties = {syntax.name_key: {"const": function["name"]}, syntax.arguments_key: parameters}
     schema = {
         "type": "object",
         "properties": properties,
@@ -114,5 +118,5 @@ def _call(function: dict[str, Any], how: ToolSyntax) -> wire.Guide:
     # $ref starts at the root
     lifted = {key: parameters[key] for key in ("$defs", "definitions") if key in parameters}
     return wire.Guide(
-        schema=json.dumps(close_objects(schema | lifted)), before=how.before, after=how.after
+        schema=json.dumps(close_objects(schema | lifted)), before=syntax.before, after=syntax.after
     )

@@ -21,25 +21,25 @@ class AnswerStore:
         self._bytes = 0
 
     def add(
-        self, response_id: str, given: Sequence[Item], output: Sequence[Item], size: int
+        self, response_id: str, items: Sequence[Item], output: Sequence[Item], size: int
     ) -> None:
         """Store the whole input and the items of its answer, each with its id; ``size``: bytes of
         the request.
         """
         ids = [str(item["id"]) for item in output]
-        self._conversations[response_id] = ([*given, *output], ids, size)
+        self._conversations[response_id] = ([*items, *output], ids, size)
         self._items |= dict(zip(ids, output, strict=True))
         self._bytes += size
         while self._bytes > self._most and len(self._conversations) > 1:
-            _, (_, gone, freed) = self._conversations.popitem(last=False)
+            _, (_, dropped, freed) = self._conversations.popitem(last=False)
             self._bytes -= freed
-            for one in gone:
-                del self._items[one]
+            for dropped_item in dropped:
+                del self._items[dropped_item]
 
     def conversation(self, response_id: str) -> list[Item] | None:
         """Return input and output of a stored answer, or None."""
-        found = self._conversations.get(response_id)
-        return None if found is None else found[0]
+        entry = self._conversations.get(response_id)
+        return None if entry is None else entry[0]
 
     def item(self, item_id: str) -> Item | None:
         """Return an item of a stored answer, or None."""

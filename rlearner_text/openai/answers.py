@@ -50,11 +50,11 @@ class AnswerWriter:
     def whole(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
         """Return the answer in one piece."""
         kind = "chat.completion" if self._chat else "text_completion"
-        made = self.object(kind, [self._choice(one) for one in choices])
+        answer = self.object(kind, [self._choice(choice) for choice in choices])
         # a chat has one prompt; a completion's are in its choices
         if self._chat and self._body.return_token_ids:
-            made["prompt_token_ids"] = list(choices[0].prompt)
-        return made | {"usage": usage(choices), "policy_version": newest(choices)}
+            answer["prompt_token_ids"] = list(choices[0].prompt)
+        return answer | {"usage": usage(choices), "policy_version": newest(choices)}
 
     def object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the fields that whole answers and stream events share."""
@@ -69,21 +69,21 @@ class AnswerWriter:
     def _choice(self, choice: AnswerChoice) -> dict[str, Any]:
         ids = choice.reply.token_ids.array().tolist()
         text, calls = self.said(choice)
-        made: dict[str, Any] = {"index": choice.index, "finish_reason": choice.reply.finish_reason}
-        made["version_runs"] = runs_of(choice.reply)
-        made["logprobs"] = self.logprobs(ids, choice.reply.logprobs.array().tolist(), choice.top)
+        entry: dict[str, Any] = {"index": choice.index, "finish_reason": choice.reply.finish_reason}
+        entry["version_runs"] = runs_of(choice.reply)
+        entry["logprobs"] = self.logprobs(ids, choice.reply.logprobs.array().tolist(), choice.top)
         if self._chat:
-            made["message"] = {"role": "assistant", "content": text}
+            entry["message"] = {"role": "assistant", "content": text}
             if calls:
-                made["message"] |= {"tool_calls": calls, "content": text or None}
-                made["finish_reason"] = "tool_calls"
+                entry["message"] |= {"tool_calls": calls, "content": text or None}
+                entry["finish_reason"] = "tool_calls"
         else:
-            made["text"] = text
+            entry["text"] = text
         if self._body.return_token_ids:
-            made["token_ids"] = ids
+            entry["token_ids"] = ids
             if not self._chat:
-                made["prompt_token_ids"] = list(choice.prompt)
-        return made
+                entry["prompt_token_ids"] = list(choice.prompt)
+        return entry
 
     def said(self, choice: AnswerChoice) -> tuple[str, list[dict[str, Any]]]:
         """Return text and tool calls of a finished choice."""
@@ -124,11 +124,15 @@ class AnswerWriter:
         """
         if not self._body.wants_logprobs:
             return None
-        tokens = [self._token(one) for one in ids]
+        tokens = [self._token(token_id) for token_id in ids]
         if self._chat:
             content = [
                 _entry(token, logprob)
-                | {"top_logprobs": [_entry(self._token(one), value) for one, value in likeliest]}
+                | {
+                    "top_logprobs": [
+                        _entry(self._token(token_id), value) for token_id, value in likeliest
+                    ]
+                }
                 for token, logprob, likeliest in itertools.zip_longest(
                     tokens, logprobs, top or [()] * len(tokens)
                 )
@@ -136,7 +140,8 @@ class AnswerWriter:
             return {"content": content, "refusal": None}
         offsets = list(itertools.accumulate((len(token) for token in tokens), initial=start))[:-1]
         best = [
-            {self._token(one): value for one, value in reversed(likeliest)} for likeliest in top
+            {self._token(token_id): value for token_id, value in reversed(likeliest)}
+            for likeliest in top
         ] or None
         return {
             "tokens": tokens,
@@ -145,8 +150,8 @@ class AnswerWriter:
             "text_offset": offsets,
         }
 
-    def _token(self, one: int) -> str:
-        return self._tokenizer.decode([one], skip_special_tokens=False)
+    def _token(self, token_id: int) -> str:
+        return self._tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 def runs_of(reply: wire.GenerateReply) -> list[list[int]]:

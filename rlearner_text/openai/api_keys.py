@@ -36,8 +36,8 @@ def find_key() -> tuple[str, str]:
         UserError: if the key is too short or not printable, others can read the file, or it cannot
             be written.
     """
-    if given := os.environ.get(VARIABLE, ""):
-        return _checked(given, VARIABLE), VARIABLE
+    if key := os.environ.get(VARIABLE, ""):
+        return _checked(key, VARIABLE), VARIABLE
     path = key_file()
     try:
         if not path.exists():
@@ -55,16 +55,16 @@ def matches(header: str | None, key: str) -> bool:
     """Return whether an Authorization header has the key, in constant time for wrong keys of one
     length.
     """
-    given = bearer(header)
-    return given is not None and hmac.compare_digest(
-        given.encode(errors="surrogateescape"), key.encode()
+    token = bearer(header)
+    return token is not None and hmac.compare_digest(
+        token.encode(errors="surrogateescape"), key.encode()
     )
 
 
 def bearer(header: str | None) -> str | None:
     """Return the key in an Authorization header, None without one."""
-    scheme, _, given = (header or "").partition(" ")
-    return given.strip() if scheme.lower() == "bearer" else None
+    scheme, _, token = (header or "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
 
 
 def _create(path: Path) -> None:
@@ -83,8 +83,8 @@ def _create(path: Path) -> None:
         draft.unlink()
 
 
-def _checked(key: str, where: str) -> str:
+def _checked(key: str, place: str) -> str:
     if len(key) < LEAST_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
         allowed = f"at least {LEAST_CHARACTERS} printable ASCII characters without spaces"
-        raise UserError(f"the API key in {where} is not allowed; {allowed}")
+        raise UserError(f"the API key in {place} is not allowed; {allowed}")
     return key

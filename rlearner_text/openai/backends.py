@@ -132,15 +132,15 @@ class SingleKeyBackend:
                 raise HttpError(400, error.allowed, param="messages") from None
         assert isinstance(body, CompletionBody)
         return [
-            await asyncio.to_thread(self._encoded_text, each, "prompt")
-            if isinstance(each, str)
-            else each
-            for each in body.prompts()
+            await asyncio.to_thread(self._encoded_text, prompt, "prompt")
+            if isinstance(prompt, str)
+            else prompt
+            for prompt in body.prompts()
         ]
 
     def _encoded(self, body: ChatBody) -> list[int]:
         shield = self._tokenizer.shield
-        messages = [shield_values(shield, one.plain()) for one in body.messages]
+        messages = [shield_values(shield, message.plain()) for message in body.messages]
         tools = shield_values(shield, body.offered)
         return self._encoded_text(self._tokenizer.render_chat(messages, tools=tools), "messages")
 

@@ -103,21 +103,23 @@ class KeyDesk:
         """
         if api_keys.matches(header, self._key):
             return self._default
-        if self._live is None or (given := api_keys.bearer(header)) is None:
+        if self._live is None or (token := api_keys.bearer(header)) is None:
             return None
-        key = self._live.find(given)
+        key = self._live.find(token)
         if self._live.changes != self._seen:
             self._seen = self._live.changes
-            known = set(self._live.keys)
+            live_digests = set(self._live.keys)
             self._callers = {
-                d: one for d, one in self._callers.items() if one.usage and one.usage.key in known
+                d: caller
+                for d, caller in self._callers.items()
+                if caller.usage and caller.usage.key in live_digests
             }
         if key is None:
             return None
         if key.expired(time.time()):
-            when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(key.expires_at))
+            expiry = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(key.expires_at))
             raise HttpError(
-                401, f"the API key {key.name} expired at {when}", code="expired_api_key"
+                401, f"the API key {key.name} expired at {expiry}", code="expired_api_key"
             )
         if key.sha256 not in self._callers:
             self._callers[key.sha256] = Caller(

@@ -37,10 +37,12 @@ def server_tls(cert: str, key: str, *, cert_name: str, key_name: str) -> ssl.SSL
         # OpenSSL would ask for the password of an encrypted key at the terminal
         context.load_cert_chain(cert, key, password=lambda: "")
     except OSError as error:  # also SSLError
-        why = (
+        reason = (
             error.reason or "not in PEM" if isinstance(error, ssl.SSLError) else str(error.strerror)
         )
-        allowed = f"a certificate in PEM that fits {key_name} {key!r} ({_REASONS.get(why, why)})"
+        allowed = (
+            f"a certificate in PEM that fits {key_name} {key!r} ({_REASONS.get(reason, reason)})"
+        )
         raise ConfigError(cert_name, cert, allowed) from None
     _check_private(key, key_name)
     _check_valid(cert, cert_name)
@@ -68,12 +70,12 @@ def _check_private(file: str, name: str) -> None:
 
 
 def _check_valid(file: str, name: str) -> None:
-    found = x509.load_pem_x509_certificates(Path(file).read_bytes())[0]
+    certificate = x509.load_pem_x509_certificates(Path(file).read_bytes())[0]
     now = datetime.datetime.now(datetime.UTC)
-    begin = found.not_valid_before_utc
-    end = found.not_valid_after_utc
+    begin = certificate.not_valid_before_utc
+    end = certificate.not_valid_after_utc
     if not begin <= now < end:
-        when = (
+        problem = (
             f"expired at {end:%Y-%m-%d %H:%M} UTC"
             if end <= now
             else f"begins at {begin:%Y-%m-%d %H:%M} UTC"
@@ -81,5 +83,5 @@ def _check_valid(file: str, name: str) -> None:
         raise ConfigError(
             name,
             file,
-            f"a certificate that is valid now (this one {when}; renew it or set the clock)",
+            f"a certificate that is valid now (this one {problem}; renew it or set the clock)",
         )

@@ -123,9 +123,9 @@ class EndpointClient:
                 await asyncio.sleep(wait_s)
         raise RuntimeError(f"{url} gave no answer in {self._retries + 1} tries: {problem}")
 
-    def _without_key(self, said: str) -> str:
+    def _without_key(self, text: str) -> str:
         """Mask the key, which some endpoints repeat when they reject it."""
-        return said.replace(self._key, "***") if self._key else said
+        return text.replace(self._key, "***") if self._key else text
 
 
 async def _read(response: aiohttp.ClientResponse) -> bytes:
@@ -139,20 +139,20 @@ async def _read(response: aiohttp.ClientResponse) -> bytes:
 
 def _object(raw: bytes) -> dict[str, Any]:
     try:
-        found = strict.parse_json(raw)
+        value = strict.parse_json(raw)
     except strict.BadJson as error:
         raise ValueError(f"the answer is not valid JSON: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(value, dict):
         raise ValueError("the answer is not a JSON object")
-    return found
+    return value
 
 
 def _message(raw: bytes) -> str:
     """Return the message of an error body in one line."""
     try:
-        found = _object(raw)
+        reply = _object(raw)
     except ValueError:
         return " ".join(raw[:300].decode(errors="replace").split())
-    error = found.get("error", found)
-    said = error.get("message", error) if isinstance(error, dict) else error
-    return " ".join(str(said).split())[:300]
+    error = reply.get("error", reply)
+    text = error.get("message", error) if isinstance(error, dict) else error
+    return " ".join(str(text).split())[:300]

@@ -60,7 +60,9 @@ class Connections:
         """Count a new connection; return the one to close, which may be the new one, or None."""
         full_peer = self._count[peer] >= self.limits.per_peer
         full = full_peer or len(self._peers) >= self.limits.total
-        oldest = (other for other in self._waiting if not full_peer or self._peers[other] == peer)
+        oldest = (
+            waiting for waiting in self._waiting if not full_peer or self._peers[waiting] == peer
+        )
         closing = next(oldest, handler) if full else None
         self._peers[handler] = peer
         self._waiting[handler] = None

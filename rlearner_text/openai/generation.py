@@ -72,7 +72,11 @@ async def generate(
     guides = (
         await asyncio.to_thread(guides_of, body, tokenizer) if isinstance(body, ChatBody) else []
     )
-    if (odd := next((one for one in body.biases if one >= tokenizer.vocab_size), None)) is not None:
+    if (
+        odd := next(
+            (answer_one for answer_one in body.biases if answer_one >= tokenizer.vocab_size), None
+        )
+    ) is not None:
         allowed = f"token ids below {tokenizer.vocab_size}"
         raise HttpError(400, f"logit_bias: {odd} is not allowed; {allowed}", param="logit_bias")
     prompts = await desk.prompts(body)
@@ -94,22 +98,22 @@ async def generate(
     ]
     news = asyncio.Event()
     feeds = [TokenBuffer(news, body.wanted_top if desk.served.top_logprobs else 0) for _ in asks]
-    made = form(AnswerWriter(body, tokenizer, desk.served.model, reply_id))
-    given = [prompts[index // body.n] for index in range(len(asks))]
+    writer = form(AnswerWriter(body, tokenizer, desk.served.model, reply_id))
+    prompt_of_choice = [prompts[index // body.n] for index in range(len(asks))]
     # tokens of each choice
-    room = [min(most, desk.served.max_context_tokens - len(prompt)) for prompt in given]
+    room = [min(most, desk.served.max_context_tokens - len(prompt)) for prompt in prompt_of_choice]
     call.reserve(sum(map(len, prompts)), sum(room))
     # A stream takes pieces from the feeds as they arrive; otherwise each task collects its own.
-    one = _one if body.stream else _heard
+    answer_one = _one if body.stream else _heard
     tasks = [
-        asyncio.create_task(one(desk, index, given[index], ask, feeds[index]))
+        asyncio.create_task(answer_one(desk, index, prompt_of_choice[index], ask, feeds[index]))
         for index, ask in enumerate(asks)
     ]
     try:
         if body.stream:
-            events = [made.events(index, prompt) for index, prompt in enumerate(given)]
-            return await EventStream(feeds, tasks, events, made.ending, news).send(request)
-        return web.json_response(made.whole(await asyncio.gather(*tasks)))
+            events = [writer.events(index, prompt) for index, prompt in enumerate(prompt_of_choice)]
+            return await EventStream(feeds, tasks, events, writer.ending, news).send(request)
+        return web.json_response(writer.whole(await asyncio.gather(*tasks)))
     finally:  # if the client disconnects or one choice fails, cancel the others
         for task in tasks:
             task.cancel()
@@ -150,8 +154,8 @@ def _check_top(body: GenerationBody, served: ServedModel) -> None:
     """
     if not served.top_logprobs and body.wanted_top > (1 if isinstance(body, CompletionBody) else 0):
         param = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
-        why = "its engine returns the logprobs of sampled tokens only"
-        message = f"{param}: {body.wanted_top} is not supported by this server; {why}"
+        reason = "its engine returns the logprobs of sampled tokens only"
+        message = f"{param}: {body.wanted_top} is not supported by this server; {reason}"
         raise HttpError(400, message, param=param, code="unsupported_parameter")
 
 
@@ -213,7 +217,7 @@ async def _heard(
     if not feed.tap.top_logprobs:
         return await _one(desk, index, prompt, ask)
     choice = await _one(desk, index, prompt, ask, feed)
-    return replace(choice, top=[one for piece in feed.take() for one in piece.top])
+    return replace(choice, top=[entry for piece in feed.take() for entry in piece.top])
 
 
 async def _one(

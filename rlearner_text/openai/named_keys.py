@@ -85,14 +85,14 @@ class KeyStore:
         except OSError as error:
             raise UserError(f"cannot read the API keys in {self.file}: {error.strerror}") from None
         try:
-            found = msgspec.json.decode(data, type=list[NamedKey])
-            for key in found:
+            keys = msgspec.json.decode(data, type=list[NamedKey])
+            for key in keys:
                 check_token(key.name, "name")
         except (msgspec.MsgspecError, RecursionError, ConfigError):
             raise UserError(
                 f"{self.file} is not a file of API keys that `rlearner api-key` wrote"
             ) from None
-        return found
+        return keys
 
     def create(
         self,
@@ -117,7 +117,7 @@ class KeyStore:
             )
         secret = f"rl-{secrets.token_urlsafe(32)}"
         expires_at = time.time() + expires_s
-        made = NamedKey(
+        key = NamedKey(
             name,
             _hash(secret),
             expires_at,
@@ -126,17 +126,17 @@ class KeyStore:
             concurrent=concurrent,
         )
         with self._locked():
-            known = self.read()
-            if any(key.name == name for key in known):
+            keys = self.read()
+            if any(key.name == name for key in keys):
                 raise UserError(
                     f"there is an API key {name} already; `rlearner api-key revoke {name}` ends it"
                 )
-            if len(known) >= MOST_KEYS:
+            if len(keys) >= MOST_KEYS:
                 raise UserError(
                     f"there are {MOST_KEYS} API keys already; revoke those that are no longer used"
                 )
-            self._write([*known, made])
-        return secret, made
+            self._write([*keys, key])
+        return secret, key
 
     def revoke(self, name: str) -> None:
         """Refuse a key from now on.
@@ -145,13 +145,13 @@ class KeyStore:
             UserError: if there is no such key, or the file cannot be used.
         """
         with self._locked():
-            known = self.read()
-            kept = [key for key in known if key.name != name]
-            if len(kept) == len(known):
+            keys = self.read()
+            remaining = [key for key in keys if key.name != name]
+            if len(remaining) == len(keys):
                 raise UserError(
-                    f"there is no API key {name!r}; there is {', '.join(k.name for k in known) or 'none'}"
+                    f"there is no API key {name!r}; there is {', '.join(k.name for k in keys) or 'none'}"
                 )
-            self._write(kept)
+            self._write(remaining)
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
@@ -190,17 +190,17 @@ class LiveKeys:
         self.keys: list[NamedKey] = []
         self.changes = 0  # how often the keys were read
 
-    def find(self, given: str) -> NamedKey | None:
+    def find(self, token: str) -> NamedKey | None:
         """Return the key with this secret, which may have expired, or None; compared in constant
         time.
         """
         self._refresh()
-        digest = _hash(given)
-        found = None
+        digest = _hash(token)
+        match = None
         for key in self.keys:  # all of them, so that the time tells nothing
             if hmac.compare_digest(digest, key.sha256):
-                found = key
-        return found
+                match = key
+        return match
 
     def _refresh(self) -> None:
         stamp = _stamp(self._store.folder) + _stamp(self._store.file)

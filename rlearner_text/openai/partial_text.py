@@ -28,10 +28,10 @@ class IncrementalDecoder:
     def add(self, ids: Sequence[int]) -> None:
         """Add tokens; ``text`` grows by complete characters."""
         self._ids += ids
-        before = self._decoded(self._read)
+        text_before = self._decoded(self._read)
         now = self._decoded(len(self._ids))
-        if len(now) > len(before) and now.startswith(before) and not now.endswith(_PART):
-            self.text += now[len(before) :]
+        if len(now) > len(text_before) and now.startswith(text_before) and not now.endswith(_PART):
+            self.text += now[len(text_before) :]
             self._from = self._read
             self._read = len(self._ids)
 

@@ -98,10 +98,10 @@ class CalledFunction(StrictModel):
     @classmethod
     def _object(cls, value: str) -> str:
         try:
-            found = strict.parse_json(value or "{}")
+            arguments = strict.parse_json(value or "{}")
         except strict.BadJson:
-            found = None
-        if not isinstance(found, dict):
+            arguments = None
+        if not isinstance(arguments, dict):
             raise ValueError("the arguments must be a JSON object")
         return value or "{}"
 
@@ -192,22 +192,25 @@ class ChatMessage(StrictModel):
     @property
     def characters(self) -> int:
         """Characters of its text and of the arguments of its calls."""
-        return len(self.text) + sum(len(one.function.arguments) for one in self.tool_calls or ())
+        return len(self.text) + sum(len(call.function.arguments) for call in self.tool_calls or ())
 
     def plain(self) -> dict[str, Any]:
         """Return the message in the form of chat templates."""
-        made: dict[str, Any] = {
+        plain: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
             "content": self.text,
         }
-        for one in self.tool_calls or ():
-            function = {"name": one.function.name, "arguments": json.loads(one.function.arguments)}
-            made.setdefault("tool_calls", []).append(
-                {"id": one.id, "type": "function", "function": function}
+        for call in self.tool_calls or ():
+            function = {
+                "name": call.function.name,
+                "arguments": json.loads(call.function.arguments),
+            }
+            plain.setdefault("tool_calls", []).append(
+                {"id": call.id, "type": "function", "function": function}
             )
         if self.tool_call_id is not None:
-            made["tool_call_id"] = self.tool_call_id
-        return made
+            plain["tool_call_id"] = self.tool_call_id
+        return plain
 
     @model_validator(mode="after")
     def _says_something(self) -> Self:
@@ -306,11 +309,11 @@ class ChatBody(GenerationBody):
     @property
     def offered(self) -> list[dict[str, Any]]:
         """The tools in the form of chat templates; empty if the client wants no calls."""
-        return [one.model_dump() for one in self.tools] if self.tool_choice != "none" else []
+        return [tool.model_dump() for tool in self.tools] if self.tool_choice != "none" else []
 
     @property
     def characters(self) -> int:
-        return sum(one.characters for one in self.messages) + _characters(self.offered)
+        return sum(message.characters for message in self.messages) + _characters(self.offered)
 
     @property
     def forced(self) -> bool:
@@ -321,7 +324,7 @@ class ChatBody(GenerationBody):
     def callable_tools(self) -> list[dict[str, Any]]:
         """The tools that the answer may call."""
         name = self.tool_choice.function.name if isinstance(self.tool_choice, NamedChoice) else None
-        return [one for one in self.offered if name in (None, one["function"]["name"])]
+        return [tool for tool in self.offered if name in (None, tool["function"]["name"])]
 
     @model_validator(mode="after")
     def _can_call(self) -> Self:
@@ -348,7 +351,7 @@ class CompletionBody(GenerationBody):
 
     @property
     def characters(self) -> int:
-        return max((len(one) for one in self.prompts() if isinstance(one, str)), default=0)
+        return max((len(prompt) for prompt in self.prompts() if isinstance(prompt, str)), default=0)
 
     def prompts(self) -> list[str] | list[list[int]]:
         """Return the prompts, all as text or all as token ids."""
@@ -362,7 +365,7 @@ class CompletionBody(GenerationBody):
 def _characters(value: Any) -> int:
     """Count the characters of all texts in a JSON value."""
     if isinstance(value, Mapping):
-        return sum(_characters(key) + _characters(each) for key, each in value.items())
+        return sum(_characters(key) + _characters(item) for key, item in value.items())
     if isinstance(value, list):
         return sum(map(_characters, value))
     return len(value) if isinstance(value, str) else 0
@@ -429,13 +432,15 @@ def validation_error(error: ValidationError, where: str = "") -> HttpError:
     # The location names branches of a union by type, such as ``str`` or ``list[str]``, which are
     # not in the request.
     loc = [
-        one
-        for one in first["loc"]
-        if isinstance(one, int) or (one.isidentifier() and one not in _TYPE_NAMES)
+        step
+        for step in first["loc"]
+        if isinstance(step, int) or (step.isidentifier() and step not in _TYPE_NAMES)
     ]
     param = ".".join(map(str, [where, *loc] if where else loc))
     if first["type"] == "missing":
         return HttpError(400, f"{param} must be given", param=param)
-    given = repr(first["input"])
-    shown = given if len(given) <= 80 else given[:77] + "..."
-    return HttpError(400, f"{param}: {shown} is not allowed; {sentence(first['msg'])}", param=param)
+    value_text = repr(first["input"])
+    excerpt = value_text if len(value_text) <= 80 else value_text[:77] + "..."
+    return HttpError(
+        400, f"{param}: {excerpt} is not allowed; {sentence(first['msg'])}", param=param
+    )

@@ -53,23 +53,23 @@ class ResponsesFormat:
         reason = choice.reply.finish_reason
         output = self.items(choice)
         complete = reason == "stop" or any(item["type"] == "function_call" for item in output)
-        made = self.object("completed" if complete else "incomplete", output)
-        self._keep(made["id"], made["output"])
+        answer = self.object("completed" if complete else "incomplete", output)
+        self._keep(answer["id"], answer["output"])
         if not complete:
-            made["incomplete_details"] = {
+            answer["incomplete_details"] = {
                 "reason": "max_output_tokens" if reason == "length" else reason
             }
-        made["usage"] = _usage(choices)
-        made |= {
+        answer["usage"] = _usage(choices)
+        answer |= {
             "policy_version": choice.reply.policy_version,
             "version_runs": runs_of(choice.reply),
         }
         if self._body.return_token_ids:
-            made |= {
+            answer |= {
                 "prompt_token_ids": list(choice.prompt),
                 "token_ids": choice.reply.token_ids.array().tolist(),
             }
-        return made
+        return answer
 
     def object(self, status: str, output: list[Item]) -> dict[str, Any]:
         """Return the fields that the whole answer and stream events share."""
@@ -95,8 +95,8 @@ class ResponsesFormat:
         text, calls = self._writer.said(choice)
         status = "completed" if calls or choice.reply.finish_reason == "stop" else "incomplete"
         ids = choice.reply.token_ids.array().tolist()
-        drawn = choice.reply.logprobs.array().tolist()
-        logprobs = self.logprobs(ids, drawn, choice.top)
+        drawn_logprobs = choice.reply.logprobs.array().tolist()
+        logprobs = self.logprobs(ids, drawn_logprobs, choice.top)
         message = [self.message(status, [self.part(text, logprobs)])] if text or not calls else []
         return message + [self.call(call, number, "completed") for number, call in enumerate(calls)]
 
@@ -119,8 +119,8 @@ class ResponsesFormat:
         self, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[TopLogprobs]
     ) -> list[Any]:
         """Return one entry per token; empty if none are requested."""
-        found = self._writer.logprobs(ids, logprobs, top)
-        return [] if found is None else list(found["content"])
+        entries = self._writer.logprobs(ids, logprobs, top)
+        return [] if entries is None else list(entries["content"])
 
     def events(self, index: int, prompt: Sequence[int]) -> ResponseEvents:
         """Return the events of a stream."""
@@ -152,9 +152,9 @@ class ResponseEvents:
 
     def of(self, pieces: Sequence[TokenEvent]) -> list[dict[str, Any]]:
         """Return the events of new pieces."""
-        ids = [one for piece in pieces for one in piece.token_ids]
-        logprobs = [one for piece in pieces for one in piece.logprobs]
-        top = [one for piece in pieces for one in piece.top]
+        ids = [entry for piece in pieces for entry in piece.token_ids]
+        logprobs = [entry for piece in pieces for entry in piece.logprobs]
+        top = [entry for piece in pieces for entry in piece.top]
         self.top += top
         self._told += len(ids)
         text = self._spoken.add(ids)
@@ -166,20 +166,20 @@ class ResponseEvents:
     def last(self, choice: AnswerChoice) -> list[dict[str, Any]]:
         """Return the events of the rest of a finished choice and of its end."""
         text, calls = self._writer.said(choice)
-        made = self._begin()
-        rest = self._spoken.rest(text)
-        if rest or not (self._open or calls):
+        events = self._begin()
+        remainder = self._spoken.rest(text)
+        if remainder or not (self._open or calls):
             ids = choice.reply.token_ids.array().tolist()
             logprobs = choice.reply.logprobs.array().tolist()
-            made += self._words(
-                rest, self._response.logprobs(ids[self._told :], logprobs[self._told :], ())
+            events += self._words(
+                remainder, self._response.logprobs(ids[self._told :], logprobs[self._told :], ())
             )
         whole = self._response.whole([choice])
         for index, item in enumerate(whole["output"]):
-            made += (
+            events += (
                 self._end_message(item) if item["type"] == "message" else self._call(item, index)
             )
-        return [*made, self._event(f"response.{whole['status']}", response=whole)]
+        return [*events, self._event(f"response.{whole['status']}", response=whole)]
 
     def _begin(self) -> list[dict[str, Any]]:
         if self._number >= 0:
@@ -191,39 +191,39 @@ class ResponseEvents:
         ]
 
     def _words(self, text: str, logprobs: list[Any]) -> list[dict[str, Any]]:
-        made = []
+        events = []
         item = self._response.message("in_progress", [])
-        where = {"item_id": item["id"], "output_index": 0, "content_index": 0}
+        place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
         if not self._open:
             self._open = True
-            made.append(self._event("response.output_item.added", output_index=0, item=item))
-            made.append(
-                self._event("response.content_part.added", **where, part=self._response.part(""))
+            events.append(self._event("response.output_item.added", output_index=0, item=item))
+            events.append(
+                self._event("response.content_part.added", **place, part=self._response.part(""))
             )
         return [
-            *made,
-            self._event("response.output_text.delta", **where, delta=text, logprobs=logprobs),
+            *events,
+            self._event("response.output_text.delta", **place, delta=text, logprobs=logprobs),
         ]
 
     def _end_message(self, item: Item) -> list[dict[str, Any]]:
         (part,) = item["content"]
-        where = {"item_id": item["id"], "output_index": 0, "content_index": 0}
+        place = {"item_id": item["id"], "output_index": 0, "content_index": 0}
         return [
             self._event(
-                "response.output_text.done", **where, text=part["text"], logprobs=part["logprobs"]
+                "response.output_text.done", **place, text=part["text"], logprobs=part["logprobs"]
             ),
-            self._event("response.content_part.done", **where, part=part),
+            self._event("response.content_part.done", **place, part=part),
             self._event("response.output_item.done", output_index=0, item=item),
         ]
 
     def _call(self, item: Item, index: int) -> list[dict[str, Any]]:
-        where = {"item_id": item["id"], "output_index": index}
-        begun = item | {"arguments": "", "status": "in_progress"}
-        made = {"name": item["name"], "arguments": item["arguments"]}
+        place = {"item_id": item["id"], "output_index": index}
+        opened = item | {"arguments": "", "status": "in_progress"}
+        arguments = {"name": item["name"], "arguments": item["arguments"]}
         return [
-            self._event("response.output_item.added", output_index=index, item=begun),
-            self._event("response.function_call_arguments.delta", **where, delta=item["arguments"]),
-            self._event("response.function_call_arguments.done", **where, **made),
+            self._event("response.output_item.added", output_index=index, item=opened),
+            self._event("response.function_call_arguments.delta", **place, delta=item["arguments"]),
+            self._event("response.function_call_arguments.done", **place, **arguments),
             self._event("response.output_item.done", output_index=index, item=item),
         ]
 
@@ -233,11 +233,11 @@ class ResponseEvents:
 
 
 def _usage(choices: Sequence[AnswerChoice]) -> dict[str, Any]:
-    counted = usage(choices)
+    counts = usage(choices)
     return {
-        "input_tokens": counted["prompt_tokens"],
-        "input_tokens_details": counted["prompt_tokens_details"],
-        "output_tokens": counted["completion_tokens"],
+        "input_tokens": counts["prompt_tokens"],
+        "input_tokens_details": counts["prompt_tokens_details"],
+        "output_tokens": counts["completion_tokens"],
         "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": counted["total_tokens"],
+        "total_tokens": counts["total_tokens"],
     }

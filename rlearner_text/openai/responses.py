@@ -161,46 +161,48 @@ def chat_of(body: ResponsesBody, items: list[Item]) -> ChatBody:
     return chat
 
 
-def items_of(body: ResponsesBody, kept: AnswerStore) -> list[Item]:
+def items_of(body: ResponsesBody, store: AnswerStore) -> list[Item]:
     """Return the whole input: earlier items first, references resolved.
 
     Raises:
         HttpError: 400 if this server does not have a referenced answer or item.
     """
-    given = [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
-    before: list[Item] = []
+    new_items = (
+        [{"role": "user", "content": body.input}] if isinstance(body.input, str) else body.input
+    )
+    earlier: list[Item] = []
     if body.previous_response_id is not None:
-        found = kept.conversation(body.previous_response_id)
-        if found is None:
+        conversation = store.conversation(body.previous_response_id)
+        if conversation is None:
             raise _unknown("previous_response_id", body.previous_response_id)
-        before = found
-    return [*before, *(_resolved(item, number, kept) for number, item in enumerate(given))]
+        earlier = conversation
+    return [*earlier, *(_resolved(item, number, store) for number, item in enumerate(new_items))]
 
 
-def _resolved(item: Item, number: int, kept: AnswerStore) -> Item:
+def _resolved(item: Item, number: int, store: AnswerStore) -> Item:
     if item.get("type") != "item_reference":
         return item
-    found = kept.item(str(item.get("id")))
-    if found is None:
+    stored_item = store.item(str(item.get("id")))
+    if stored_item is None:
         raise _unknown(f"input.{number}.id", item.get("id"))
-    return found
+    return stored_item
 
 
 def _unknown(param: str, value: object) -> HttpError:
-    why = "this server keeps no answer with this id; send the items instead"
-    return HttpError(400, f"{param}: {value!r} is not allowed; {why}", param=param)
+    reason = "this server keeps no answer with this id; send the items instead"
+    return HttpError(400, f"{param}: {value!r} is not allowed; {reason}", param=param)
 
 
-def _append(messages: list[dict[str, Any]], item: Item, where: str) -> None:
+def _append(messages: list[dict[str, Any]], item: Item, place: str) -> None:
     """Append one item to the messages of a chat."""
     kind = item.get("type", "message")
     if kind == "reasoning":
         return
     if kind == "message":
-        message = _checked(MessageItem, item, where)
+        message = _checked(MessageItem, item, place)
         messages.append({"role": message.role, "content": _text(message.content)})
     elif kind == "function_call":
-        call = _checked(CallItem, item, where)
+        call = _checked(CallItem, item, place)
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
         made = {
@@ -210,14 +212,14 @@ def _append(messages: list[dict[str, Any]], item: Item, where: str) -> None:
         }
         messages[-1].setdefault("tool_calls", []).append(made)
     elif kind == "function_call_output":
-        output = _checked(CallOutputItem, item, where)
+        output = _checked(CallOutputItem, item, place)
         messages.append(
             {"role": "tool", "tool_call_id": output.call_id, "content": _text(output.output)}
         )
     else:
-        known = "message, function_call, function_call_output, reasoning or item_reference"
+        known_types = "message, function_call, function_call_output, reasoning or item_reference"
         raise HttpError(
-            400, f"{where}.type: {kind!r} is not allowed; {known}", param=f"{where}.type"
+            400, f"{place}.type: {kind!r} is not allowed; {known_types}", param=f"{place}.type"
         )
 
 
@@ -225,7 +227,7 @@ def _text(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _checked(model: type[T], value: dict[str, Any], where: str) -> T:
+def _checked(model: type[T], value: dict[str, Any], place: str) -> T:
     """Validate an item or tool as its type.
 
     Raises:
@@ -234,20 +236,22 @@ def _checked(model: type[T], value: dict[str, Any], where: str) -> T:
     content = value.get("content", value.get("output"))
     for part in content if isinstance(content, list) else ():
         if isinstance(part, dict) and part.get("type") not in _TEXTS:
-            message = f"{where}: only text parts are supported, found type {part.get('type')!r}"
-            raise HttpError(400, message, param=where)
+            message = f"{place}: only text parts are supported, found type {part.get('type')!r}"
+            raise HttpError(400, message, param=place)
     try:
-        return model.model_validate({key: one for key, one in value.items() if one is not None})
+        return model.model_validate(
+            {key: field for key, field in value.items() if field is not None}
+        )
     except ValidationError as error:
-        raise validation_error(error, where) from None
+        raise validation_error(error, place) from None
 
 
-def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     """Convert a tool to a chat's form, without fields that chat templates do not use."""
     if tool.get("type") != "function":
-        message = f"{where}.type: {tool.get('type')!r} is not allowed; only tools of type 'function' are supported"
-        raise HttpError(400, message, param=f"{where}.type", code="unsupported_parameter")
-    made = _checked(FunctionTool, tool, where)
+        message = f"{place}.type: {tool.get('type')!r} is not allowed; only tools of type 'function' are supported"
+        raise HttpError(400, message, param=f"{place}.type", code="unsupported_parameter")
+    made = _checked(FunctionTool, tool, place)
     function: dict[str, Any] = {"name": made.name}
     function |= {"description": made.description} if made.description is not None else {}
     function["parameters"] = made.parameters or {"type": "object", "properties": {}}
@@ -263,13 +267,13 @@ def _choice(choice: str | dict[str, Any]) -> object:
     return choice
 
 
-def _form(given: dict[str, Any]) -> dict[str, Any] | None:
+def _form(format_value: dict[str, Any]) -> dict[str, Any] | None:
     """Convert ``text.format`` to a chat's ``response_format``; None for text."""
-    if given.get("type") == "text":
+    if format_value.get("type") == "text":
         return None
-    if given.get("type") == "json_schema":
+    if format_value.get("type") == "json_schema":
         return {
             "type": "json_schema",
-            "json_schema": {key: value for key, value in given.items() if key != "type"},
+            "json_schema": {key: value for key, value in format_value.items() if key != "type"},
         }
-    return given
+    return format_value

@@ -63,8 +63,8 @@ class _OneLine(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.exc_info, tuple):
-            said = str(record.exc_info[1]).strip().partition("\n")[0]
-            record.msg = f"{record.getMessage()}: {said}"
+            problem = str(record.exc_info[1]).strip().partition("\n")[0]
+            record.msg = f"{record.getMessage()}: {problem}"
             record.args = None
             record.exc_info = None
         return True
@@ -80,11 +80,11 @@ def bound_socket(bind: str, port: int) -> socket.socket:
     Raises:
         OSError: if the port is not available.
     """
-    family, _, _, _, where = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
+    family, _, _, _, address = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite old connections
-        bound.bind(where)
+        bound.bind(address)
     except OSError:
         bound.close()
         raise
@@ -191,16 +191,20 @@ class HttpServer:
         await self._runner.setup()
         server = self._runner.server
         assert server is not None
-        made = partial(LimitedHandler, server, self._connections, _connections)
+        make_handler = partial(LimitedHandler, server, self._connections, _connections)
         if self._tls is not None:
-            self._tls_listener = TlsListener(self._taken, self._tls, self._connections, made)
+            self._tls_listener = TlsListener(
+                self._taken, self._tls, self._connections, make_handler
+            )
             self._tls_listener.start(BACKLOG)
         else:
             loop = asyncio.get_running_loop()
-            self._listener = await loop.create_server(made, sock=self._taken, backlog=BACKLOG)
-        host, taken = self._taken.getsockname()[:2]
+            self._listener = await loop.create_server(
+                make_handler, sock=self._taken, backlog=BACKLOG
+            )
+        host, port = self._taken.getsockname()[:2]
         scheme = "http" if self._tls is None else "https"
-        self.address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{taken}/v1"
+        self.address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
     async def close(self) -> None:
         """Stop serving; idempotent."""
@@ -298,18 +302,18 @@ class HttpServer:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await _parsed(await read_body(request, wire.MAX_PAYLOAD_BYTES), ChatBody)
-        made = partial(ChatFormat, body, self._tokenizer)
+        form = partial(ChatFormat, body, self._tokenizer)
         limit = body.max_completion_tokens or body.max_tokens
         return await generate(
-            request, self._desk_of(request), self._tokenizer, body=body, limit=limit, form=made
+            request, self._desk_of(request), self._tokenizer, body=body, limit=limit, form=form
         )
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
         body = await _parsed(await read_body(request, wire.MAX_PAYLOAD_BYTES), CompletionBody)
-        made = partial(ChatFormat, body, self._tokenizer)
+        form = partial(ChatFormat, body, self._tokenizer)
         limit = body.max_tokens or COMPLETION_TOKENS
         return await generate(
-            request, self._desk_of(request), self._tokenizer, body=body, limit=limit, form=made
+            request, self._desk_of(request), self._tokenizer, body=body, limit=limit, form=form
         )
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
@@ -327,14 +331,14 @@ class HttpServer:
             if body.store:
                 desk.kept.add(response_id, items, output, len(raw))
 
-        made = partial(ResponsesFormat, body, chat, self._tokenizer, keep)
+        form = partial(ResponsesFormat, body, chat, self._tokenizer, keep)
         return await generate(
             request,
             desk,
             self._tokenizer,
             body=chat,
             limit=body.max_output_tokens or body.max_tokens,
-            form=made,
+            form=form,
         )
 
 

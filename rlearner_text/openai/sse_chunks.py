@@ -45,9 +45,9 @@ class ChunkEvents:
 
     def of(self, pieces: Sequence[TokenEvent]) -> list[dict[str, Any]]:
         """Return one chunk with the new pieces."""
-        ids = [one for piece in pieces for one in piece.token_ids]
-        logprobs = [one for piece in pieces for one in piece.logprobs]
-        top = [one for piece in pieces for one in piece.top]
+        ids = [entry for piece in pieces for entry in piece.token_ids]
+        logprobs = [entry for piece in pieces for entry in piece.logprobs]
+        top = [entry for piece in pieces for entry in piece.top]
         runs: list[list[int]] = []
         for piece in pieces:
             if runs and runs[-1][0] == piece.version:
@@ -62,52 +62,58 @@ class ChunkEvents:
         text, calls = self._writer.said(choice)
         ids = choice.reply.token_ids.array().tolist()[self._told :]
         logprobs = choice.reply.logprobs.array().tolist()[self._told :]
-        rest = self._spoken.rest(text)
-        made = []
-        if ids or rest or not self._begun:
-            made.append(
-                self._chunk(rest, ids, logprobs, _behind(runs_of(choice.reply), self._told), ())
+        remainder = self._spoken.rest(text)
+        chunks = []
+        if ids or remainder or not self._begun:
+            chunks.append(
+                self._chunk(
+                    remainder, ids, logprobs, _behind(runs_of(choice.reply), self._told), ()
+                )
             )
         if calls:
-            made.append(
+            chunks.append(
                 self._object(
-                    {"delta": {"tool_calls": [{"index": n} | one for n, one in enumerate(calls)]}}
+                    {
+                        "delta": {
+                            "tool_calls": [{"index": n} | chunk for n, chunk in enumerate(calls)]
+                        }
+                    }
                 )
             )
         end: dict[str, Any] = {"delta": {}} if self._chat else {"text": ""}
-        made.append(
+        chunks.append(
             self._object(
                 end | {"finish_reason": "tool_calls" if calls else choice.reply.finish_reason}
             )
         )
-        for one in made:
-            one["policy_version"] = choice.reply.policy_version
-        return made
+        for chunk in chunks:
+            chunk["policy_version"] = choice.reply.policy_version
+        return chunks
 
     def _chunk(
         self,
         text: str,
         ids: Sequence[int],
-        drawn: Sequence[float],
+        logprobs: Sequence[float],
         runs: list[list[int]],
         top: Sequence[TopLogprobs],
     ) -> dict[str, Any]:
-        said: dict[str, Any] = {"text": text} if not self._chat else {"delta": {"content": text}}
+        content: dict[str, Any] = {"text": text} if not self._chat else {"delta": {"content": text}}
         if self._chat and not self._begun:
-            said["delta"] = {"role": "assistant", "content": text}
-        said["logprobs"] = self._writer.logprobs(ids, drawn, top, self._offset)
-        if not self._chat and said["logprobs"] is not None:
-            self._offset += sum(map(len, said["logprobs"]["tokens"]))
-        said["version_runs"] = runs
+            content["delta"] = {"role": "assistant", "content": text}
+        content["logprobs"] = self._writer.logprobs(ids, logprobs, top, self._offset)
+        if not self._chat and content["logprobs"] is not None:
+            self._offset += sum(map(len, content["logprobs"]["tokens"]))
+        content["version_runs"] = runs
         first: dict[str, Any] = {}
         if self._body.return_token_ids:
-            said["token_ids"] = list(ids)
+            content["token_ids"] = list(ids)
             if not self._begun:
-                (first if self._chat else said)["prompt_token_ids"] = list(self._prompt)
+                (first if self._chat else content)["prompt_token_ids"] = list(self._prompt)
         self._told += len(ids)
         self._begun = True
-        made = self._object(said) | first
-        return made | ({"policy_version": runs[-1][0]} if runs else {})
+        chunk = self._object(content) | first
+        return chunk | ({"policy_version": runs[-1][0]} if runs else {})
 
     def _object(self, choice: dict[str, Any]) -> dict[str, Any]:
         kind = "chat.completion.chunk" if self._chat else "text_completion"
@@ -155,12 +161,12 @@ class ChatFormat:
         return [encode(usage_chunk(self._writer, self._body, choices)), b"[DONE]"]
 
 
-def _behind(runs: Sequence[Sequence[int]], told: int) -> list[list[int]]:
+def _behind(runs: Sequence[Sequence[int]], num_sent: int) -> list[list[int]]:
     """Return runs of tokens without the first ``told`` tokens."""
-    made: list[list[int]] = []
+    tails: list[list[int]] = []
     for version, count in runs:
-        left = max(0, count - told)
-        told = max(0, told - count)
-        if left:
-            made.append([version, left])
-    return made
+        num_skipped = max(0, count - num_sent)
+        num_sent = max(0, num_sent - count)
+        if num_skipped:
+            tails.append([version, num_skipped])
+    return tails

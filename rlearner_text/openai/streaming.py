@@ -31,9 +31,9 @@ class TokenBuffer:
         self.tap = TokenListener(self._told, top_logprobs)
 
     def take(self) -> list[TokenEvent]:
-        taken = self._pieces
+        pieces = self._pieces
         self._pieces = []
-        return taken
+        return pieces
 
     def _told(self, piece: TokenEvent) -> None:
         self._pieces.append(piece)
@@ -80,8 +80,8 @@ class EventStream:
             while self._open:
                 await self._news.wait()
                 self._news.clear()
-                for each in list(self._open):
-                    await self._forward(request, *each)
+                for stream in list(self._open):
+                    await self._forward(request, *stream)
         except HttpError as problem:
             if not self._response.prepared:
                 raise
@@ -100,11 +100,11 @@ class EventStream:
         task: asyncio.Task[AnswerChoice],
         chunks: ChoiceEvents,
     ) -> None:
-        ended = task.done()  # read first: all pieces arrive before the task ends
+        has_ended = task.done()  # read first: all pieces arrive before the task ends
         if pieces := feed.take():
             for chunk in chunks.of(pieces):
                 await self._event(request, chunk)
-        if ended:
+        if has_ended:
             self._open.remove((feed, task, chunks))
             choice = task.result()
             for chunk in chunks.last(choice):

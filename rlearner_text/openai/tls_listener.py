@@ -106,9 +106,9 @@ class TlsListener:
                 ssl_shutdown_timeout=LINGER_S,
             )
         except OSError as error:  # also SSLError
-            why = (error.reason if isinstance(error, ssl.SSLError) else None) or type(
+            reason = (error.reason if isinstance(error, ssl.SSLError) else None) or type(
                 error
             ).__name__
-            log.info("%s no TLS connection: %s", peer, why)
+            log.info("%s no TLS connection: %s", peer, reason)
         finally:
             self._connections.remove(handshake)

@@ -40,19 +40,24 @@ def tool_syntax(tokenizer: Tokenizer) -> ToolSyntax:
     try:
         chat = [_ASKED, {"role": "assistant", "content": _SAID}]
         words = tokenizer.render_chat(chat, add_generation_prompt=False, tools=_OFFERED)
-        called = tokenizer.render_chat([_ASKED, PROBE], add_generation_prompt=False, tools=_OFFERED)
-        found = learn_syntax(called, words[: words.index(_SAID)])[0]
-        return replace(found, after=found.after[: _end(found.after, tokenizer)])
+        call_text = tokenizer.render_chat(
+            [_ASKED, PROBE], add_generation_prompt=False, tools=_OFFERED
+        )
+        syntax = learn_syntax(call_text, words[: words.index(_SAID)])[0]
+        return replace(syntax, after=syntax.after[: _end(syntax.after, tokenizer)])
     except (UnknownSyntaxError, ConfigError, ValueError) as error:
-        said = error.allowed if isinstance(error, ConfigError) else str(error)
+        problem = error.allowed if isinstance(error, ConfigError) else str(error)
         raise HttpError(
-            400, f"the model's chat template cannot be used with tools: {said}", param="tools"
+            400, f"the model's chat template cannot be used with tools: {problem}", param="tools"
         ) from None
 
 
 def _end(text: str, tokenizer: Tokenizer) -> int:
     """Return where the turn ends in the text that a template puts after a call."""
-    ends = [tokenizer.decode([one], skip_special_tokens=False) for one in tokenizer.eos_token_ids]
+    ends = [
+        tokenizer.decode([token_id], skip_special_tokens=False)
+        for token_id in tokenizer.eos_token_ids
+    ]
     return min(
         (at for end in ends if end and (at := text.find(end)) >= 0), default=len(text.rstrip())
     )
@@ -67,18 +72,18 @@ def text_with_markers(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 
 
 def split_calls(
-    text: str, how: ToolSyntax, prefix: str, most: int | None = None
+    text: str, syntax: ToolSyntax, prefix: str, most: int | None = None
 ) -> tuple[str, list[dict[str, Any]]]:
     """Split a text with markers at its first call into words and calls, up to ``most``; none if one
     does not parse.
     """
     try:
-        calls = how.calls(text)[:most]
+        calls = syntax.calls(text)[:most]
     except ToolCallError:
         return text, []
-    words = text.partition(how.opener)[0] if how.opener else ""
-    made = [_call(one, f"{prefix}{number:02d}") for number, one in enumerate(calls)]
-    return words.rstrip() if calls else text, made
+    words = text.partition(syntax.opener)[0] if syntax.opener else ""
+    calls_made = [_call(call, f"{prefix}{number:02d}") for number, call in enumerate(calls)]
+    return words.rstrip() if calls else text, calls_made
 
 
 def prefix_of(reply_id: str, index: int) -> str:

@@ -86,8 +86,8 @@ class AlfworldEnv(Environment):
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         """Start the game of the task's file; the seed has no effect."""
         self.close()
-        there = _files(self.args, split)
-        self._game = _start(there[task_index % len(there)])
+        files = _files(self.args, split)
+        self._game = _start(files[task_index % len(files)])
         self._turns = 0
         return self._observe(self._game.reset())
 

@@ -78,10 +78,10 @@ class AppworldEnv(Environment):
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         """Start a task of AppWorld's; the seed has no effect."""
         self.close()
-        there = _tasks(self.args.train_tasks if split == "train" else self.args.eval_tasks)
+        tasks = _tasks(self.args.train_tasks if split == "train" else self.args.eval_tasks)
         app = library("appworld", "appworld", INSTALL)
         self._world = app.AppWorld(
-            task_id=there[task_index % len(there)], experiment_name=self.args.experiment_name
+            task_id=tasks[task_index % len(tasks)], experiment_name=self.args.experiment_name
         )
         self._turns = 0
         task = self._world.task
@@ -92,8 +92,8 @@ class AppworldEnv(Environment):
         return Observation(self._shown)
 
     def step(self, text: str) -> StepResult:
-        found = _FENCED.search(text)
-        code = (found[1] if found else text).strip()
+        match = _FENCED.search(text)
+        code = (match[1] if match else text).strip()
         self._turns += 1
         if code:
             self._shown = str(self._world.execute(code))
@@ -101,10 +101,16 @@ class AppworldEnv(Environment):
         cut = not done and self._turns >= self.args.max_interactions
         share, success = self._evaluate() if done or cut else (0.0, False)
         reward = share if self.args.reward == "share" else float(success)
-        seen = Observation(self._shown)
+        observation = Observation(self._shown)
         metrics = {"tests_passed": share}
         return StepResult(
-            seen, reward, done or cut, bool(code), success and done, truncated=cut, metrics=metrics
+            observation,
+            reward,
+            done or cut,
+            bool(code),
+            success and done,
+            truncated=cut,
+            metrics=metrics,
         )
 
     def text_frame(self) -> str:

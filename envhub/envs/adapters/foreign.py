@@ -32,6 +32,6 @@ def seed_of(task_index: int, split: Split, seed: int) -> int:
     """Return a task's seed of 31 bits: odd in training; even, and independent of ``seed``, in
     evaluation.
     """
-    told = f"{task_index}/{seed if split == 'train' else 'eval'}".encode()
-    number = int.from_bytes(hashlib.blake2b(told, digest_size=4).digest(), "little") >> 1
+    text = f"{task_index}/{seed if split == 'train' else 'eval'}".encode()
+    number = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") >> 1
     return number & ~1 | (split == "train")

@@ -76,9 +76,9 @@ class GymnasiumEnv(Environment):
             action: Any = tagged(text, self.args.answer_tag)
             valid = self._env.action_space.contains(action)
         else:
-            named = one_of(text, self._actions, self.args.answer_tag)
-            valid = named is not None
-            action = named and int(named)
+            action_name = one_of(text, self._actions, self.args.answer_tag)
+            valid = action_name is not None
+            action = action_name and int(action_name)
         if not valid:
             return StepResult(self._seen(), -self.args.format_penalty, False, valid=False)
         observation, reward, terminated, truncated, info = self._env.step(action)

@@ -158,22 +158,22 @@ class OpenEnv(Environment):
             )
         try:
             answer = strict.parse_json(message.data)
-            told = answer["data"]
+            reply = answer["data"]
             if answer["type"] == "error":
-                problem = f"{told['message']} ({told['code']})"
-                if kind == "step" and told["code"] == "VALIDATION_ERROR":
+                problem = f"{reply['message']} ({reply['code']})"
+                if kind == "step" and reply["code"] == "VALIDATION_ERROR":
                     return {}, problem
                 raise ServerError(f"{kind}: the server answered: {problem}")
-            if answer["type"] != "observation" or not isinstance(told["observation"], dict):
+            if answer["type"] != "observation" or not isinstance(reply["observation"], dict):
                 raise ServerError(
                     f"{kind}: the server answered {answer['type']!r}, not an observation"
                 )
         except (ValueError, KeyError, TypeError, RecursionError):
-            shown = f"{message.data[:200]!r}"
+            excerpt = f"{message.data[:200]!r}"
             raise ServerError(
-                f"{kind}: the server answered {shown}, which is not OpenEnv's protocol"
+                f"{kind}: the server answered {excerpt}, which is not OpenEnv's protocol"
             ) from None
-        return told, ""
+        return reply, ""
 
     def _action(self, text: str) -> dict[str, Any] | None:
         if self.args.action == "field":
@@ -196,8 +196,8 @@ class OpenEnv(Environment):
         if name not in observation:
             fields = ", ".join(observation) or "no fields"
             raise ServerError(f"observation_field {name!r}: the server's observation has {fields}")
-        found = observation[name]
-        return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False)
+        value = observation[name]
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _schema(url: str) -> dict[str, Any]:
@@ -212,11 +212,11 @@ def _schema(url: str) -> dict[str, Any]:
         # no proxy, as for the episodes
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(address, timeout=CHECK_S) as reply:
-            found = json.loads(reply.read(MAX_MESSAGE_BYTES))
+            schema = json.loads(reply.read(MAX_MESSAGE_BYTES))
     except (urllib.error.URLError, OSError, ValueError) as error:
         if isinstance(error, urllib.error.HTTPError):
             error.close()  # it holds the connection
         raise ConfigError("url", url, f"the address of a running OpenEnv server: {error}") from None
-    if not isinstance(found, dict):
+    if not isinstance(schema, dict):
         raise ConfigError("url", url, f"an OpenEnv server; {address} is not a schema")
-    return found
+    return schema

@@ -116,9 +116,9 @@ def _made(name: str, arguments: str, seed: int, size: int) -> Any:
     try:
         return module.create_dataset(name, **{**json.loads(arguments), "seed": seed, "size": size})
     except (TypeError, ValueError, AssertionError) as error:
-        said = one_line(error) or type(error).__name__
+        problem = one_line(error) or type(error).__name__
         raise ConfigError(
-            "dataset", name, f"a data set that reasoning_gym.create_dataset makes: {said}"
+            "dataset", name, f"a data set that reasoning_gym.create_dataset makes: {problem}"
         ) from None
 
 

@@ -104,37 +104,37 @@ class TextArenaEnv(Environment):
     def _others(self) -> bool:
         """Let the others play until it is the model's turn. Return whether the game is over."""
         while self._env.state.current_player_id != self.args.seat:
-            player, seen = self._env.get_observation()
+            player, observation = self._env.get_observation()
             if self._opponent is None:
                 raise ValueError(f"it is the turn of player {player}, and there is no opponent")
-            done, _ = self._env.step(action=self._opponent(_text(seen, player), self._rng))
+            done, _ = self._env.step(action=self._opponent(_text(observation, player), self._rng))
             if done:
                 return True
         return False
 
-    def _observe(self, said: str = "") -> Observation:
+    def _observe(self, message: str = "") -> Observation:
         """Return what is new, without ``said``, the model's own words."""
-        _, seen = self._env.get_observation()
-        whole = _text(seen, self.args.seat)
-        repeated = isinstance(seen, str) and whole.startswith(self._before)
+        _, observation = self._env.get_observation()
+        whole = _text(observation, self.args.seat)
+        repeated = isinstance(observation, str) and whole.startswith(self._before)
         self._shown = (
             (whole[len(self._before) :] if repeated else whole)
             .lstrip("\n")
-            .removeprefix(said)
+            .removeprefix(message)
             .lstrip("\n")
         )
-        self._before = whole if isinstance(seen, str) else ""
+        self._before = whole if isinstance(observation, str) else ""
         return Observation(self._shown)
 
 
-def _text(seen: Any, seat: int) -> str:
+def _text(observation: Any, seat: int) -> str:
     """Return what a player sees as text; a raw game gives a list of (from, text, kind), including
     its own words.
     """
     return (
-        seen
-        if isinstance(seen, str)
-        else "\n".join(str(message[1]) for message in seen or [] if message[0] != seat)
+        observation
+        if isinstance(observation, str)
+        else "\n".join(str(message[1]) for message in observation or [] if message[0] != seat)
     )
 
 

@@ -31,36 +31,38 @@ def evaluate(units: Sequence[str]) -> Fraction:
         FormulaError: if it is not a formula; adjacent numbers and signs before a number are not
             allowed.
     """
-    rest = list(reversed(units))
-    value = _sum(rest)
-    if rest:
-        raise FormulaError(f"{rest[-1]!r} where the formula should end")
+    remaining = list(reversed(units))
+    value = _sum(remaining)
+    if remaining:
+        raise FormulaError(f"{remaining[-1]!r} where the formula should end")
     return value
 
 
-def _sum(rest: list[str]) -> Fraction:
-    value = _product(rest)
-    while rest and rest[-1] in ("+", "-"):
-        value = value + _product(rest) if rest.pop() == "+" else value - _product(rest)
+def _sum(remaining: list[str]) -> Fraction:
+    value = _product(remaining)
+    while remaining and remaining[-1] in ("+", "-"):
+        value = (
+            value + _product(remaining) if remaining.pop() == "+" else value - _product(remaining)
+        )
     return value
 
 
-def _product(rest: list[str]) -> Fraction:
-    value = _number(rest)
-    while rest and rest[-1] in ("*", "/"):
-        times = rest.pop() == "*"
-        other = _number(rest)
-        if not times and other == 0:
+def _product(remaining: list[str]) -> Fraction:
+    value = _number(remaining)
+    while remaining and remaining[-1] in ("*", "/"):
+        times = remaining.pop() == "*"
+        factor = _number(remaining)
+        if not times and factor == 0:
             raise FormulaError("division by zero")
-        value = value * other if times else value / other
+        value = value * factor if times else value / factor
     return value
 
 
-def _number(rest: list[str]) -> Fraction:
-    unit = rest.pop() if rest else "the end"
+def _number(remaining: list[str]) -> Fraction:
+    unit = remaining.pop() if remaining else "the end"
     if unit == "(":
-        value = _sum(rest)
-        if not rest or rest.pop() != ")":
+        value = _sum(remaining)
+        if not remaining or remaining.pop() != ")":
             raise FormulaError("a bracket that is not closed")
         return value
     if not unit.isdecimal():
@@ -92,13 +94,17 @@ def _trees(parts: tuple[tuple[float, Tree], ...], target: int, operators: str) -
             yield parts[0][1]
         return
     for first, second in permutations(range(len(parts)), 2):
-        others = tuple(part for place, part in enumerate(parts) if place not in (first, second))
-        (one, left), (two, right) = parts[first], parts[second]
+        other_parts = tuple(
+            part for place, part in enumerate(parts) if place not in (first, second)
+        )
+        (first_value, left_tree), (two, right) = parts[first], parts[second]
         for operator in operators:
             if (operator in "+*" and first > second) or (operator == "/" and abs(two) < 1e-9):
                 continue  # a commuted duplicate, or a division by zero
-            value = OPERATIONS[operator](one, two)
-            yield from _trees((*others, (value, (left, operator, right))), target, operators)
+            value = OPERATIONS[operator](first_value, two)
+            yield from _trees(
+                (*other_parts, (value, (left_tree, operator, right))), target, operators
+            )
 
 
 def _written(tree: Tree) -> Units:
@@ -107,11 +113,11 @@ def _written(tree: Tree) -> Units:
     """
     if isinstance(tree, str):
         return (tree,)
-    left, operator, right = tree
-    weak_left = not isinstance(left, str) and left[1] in "+-" and operator in "*/"
+    left_tree, operator, right = tree
+    weak_left = not isinstance(left_tree, str) and left_tree[1] in "+-" and operator in "*/"
     loose_right = {"+": "", "-": "+-", "*": "+-", "/": "+-*/"}[operator]
     weak_right = not isinstance(right, str) and right[1] in loose_right
-    return (*_bracketed(left, weak_left), operator, *_bracketed(right, weak_right))
+    return (*_bracketed(left_tree, weak_left), operator, *_bracketed(right, weak_right))
 
 
 def _bracketed(tree: Tree, needed: bool) -> Units:

@@ -61,8 +61,8 @@ def _frame(lake: lakes.Map, cell: int) -> str:
     """Return the map with the player on it."""
     cells = "".join(lake)
     size = len(lake)
-    shown = cells[:cell] + PLAYER[cells[cell]] + cells[cell + 1 :]
-    return "\n".join(shown[start : start + size] for start in range(0, size * size, size))
+    visible_cells = cells[:cell] + PLAYER[cells[cell]] + cells[cell + 1 :]
+    return "\n".join(visible_cells[start : start + size] for start in range(0, size * size, size))
 
 
 def _surroundings(lake: lakes.Map, cell: int) -> str:

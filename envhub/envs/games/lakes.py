@@ -41,9 +41,9 @@ def distances(lake: Map) -> tuple[int, ...]:
     (including holes).
     """
     size = len(lake)
-    found = [-1] * (size * size)
+    distance_of = [-1] * (size * size)
     goal = "".join(lake).index("G")
-    found[goal] = 0
+    distance_of[goal] = 0
     frontier = deque([goal])
     while frontier:
         cell = frontier.popleft()
@@ -51,10 +51,15 @@ def distances(lake: Map) -> tuple[int, ...]:
         for down, right in MOVES:
             r = row + down
             c = column + right
-            if 0 <= r < size and 0 <= c < size and lake[r][c] != "H" and found[r * size + c] < 0:
-                found[r * size + c] = found[cell] + 1
+            if (
+                0 <= r < size
+                and 0 <= c < size
+                and lake[r][c] != "H"
+                and distance_of[r * size + c] < 0
+            ):
+                distance_of[r * size + c] = distance_of[cell] + 1
                 frontier.append(r * size + c)
-    return tuple(found)
+    return tuple(distance_of)
 
 
 def best_moves(lake: Map, cell: int) -> list[str]:
@@ -101,9 +106,9 @@ def _draw(size: int, hole_probability: float, seed: list[int], *, held_out: bool
     rng = np.random.default_rng(seed)
     for _ in range(MAX_DRAWS // DRAWS_AT_A_TIME):
         is_hole = rng.random((DRAWS_AT_A_TIME, size, size)) < hole_probability
-        drawn = np.where(is_hole, ord("H"), ord("F")).astype(np.uint8)
-        drawn[:, 0, 0], drawn[:, -1, -1] = ord("S"), ord("G")
-        for cells in map(bytes, drawn.reshape(DRAWS_AT_A_TIME, -1)):
+        letters = np.where(is_hole, ord("H"), ord("F")).astype(np.uint8)
+        letters[:, 0, 0], letters[:, -1, -1] = ord("S"), ord("G")
+        for cells in map(bytes, letters.reshape(DRAWS_AT_A_TIME, -1)):
             if _hashes_to_held_out(cells) is held_out:
                 lake = tuple(
                     cells[start : start + size].decode() for start in range(0, size * size, size)

@@ -53,28 +53,28 @@ class NumberLine(Environment):
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         """Start at the task's position; the seed has no effect."""
-        there = _tasks(self.args.max_position, split)
-        self._position, self._target = there[task_index % len(there)]
+        tasks = _tasks(self.args.max_position, split)
+        self._position, self._target = tasks[task_index % len(tasks)]
         self._turns = 0
         return self._observe()
 
     def step(self, text: str) -> StepResult:
         action = one_of(text, ACTIONS, self.args.answer_tag)
         self._turns += 1
-        before = abs(self._position - self._target)
+        old_distance = abs(self._position - self._target)
         if action is not None:
             self._position = min(
                 max(self._position + (1 if action == "+" else -1), 0), self.args.max_position
             )
-        after = abs(self._position - self._target)
-        reward = 1.0 if after == 0 else 0.0 if after < before else -1.0
-        cut = after > 0 and self._turns >= 2 * self.args.max_position
+        new_distance = abs(self._position - self._target)
+        reward = 1.0 if new_distance == 0 else 0.0 if new_distance < old_distance else -1.0
+        cut = new_distance > 0 and self._turns >= 2 * self.args.max_position
         return StepResult(
             self._observe(),
             reward,
-            after == 0 or cut,
+            new_distance == 0 or cut,
             action is not None,
-            after == 0,
+            new_distance == 0,
             truncated=cut,
         )
 

@@ -122,8 +122,8 @@ class EZPoints(Environment):
         """
         rank = int(rng.integers(2, 14))
         number = min(rank, 10)
-        other = 12 // number if 12 % number == 0 and rng.random() <= 0.5 else 12 - number
-        return (rank, other) if rng.random() <= 0.5 else (other, rank)
+        second = 12 // number if 12 % number == 0 and rng.random() <= 0.5 else 12 - number
+        return (rank, second) if rng.random() <= 0.5 else (second, rank)
 
     def _fair(self) -> bool:
         return True
@@ -136,9 +136,9 @@ class EZPoints(Environment):
 
     def _is_unit(self, unit: str) -> bool:
         # not isdecimal, which accepts digits of other scripts and leading zeros
-        known = {str(number) for number in range(1, self._value(13) + 1)}
+        numbers = {str(number) for number in range(1, self._value(13) + 1)}
         return (
-            unit in known
+            unit in numbers
             or unit == "="
             or (len(unit) == 1 and unit in self.operators + self.brackets)
         )

@@ -156,8 +156,8 @@ class Sokoban(Environment):
                 *self.args.shape, self.args.pulls, self.args.max_solution, seed, task_index
             )
         else:
-            there = _split(self.args, split)
-            self.level = there[task_index % len(there)]
+            own_levels = _split(self.args, split)
+            self.level = own_levels[task_index % len(own_levels)]
         self._player = self.level.player
         self._boxes = self.level.boxes
         self._turns = self._effective = 0
@@ -167,18 +167,18 @@ class Sokoban(Environment):
     def step(self, text: str) -> StepResult:
         letter = one_of(text, MOVES, self.args.answer_tag)
         self._turns += 1
-        before = self._on_target()
+        old_count = self._on_target()
         reward = -self.args.step_penalty
         if letter is None:
             reward -= self.args.format_penalty
         else:
             self._go(letter)
-        after = self._on_target()
-        reward += self.args.box_reward * (after - before)
-        solved = after == self._boxes.bit_count()
+        new_count = self._on_target()
+        reward += self.args.box_reward * (new_count - old_count)
+        solved = new_count == self._boxes.bit_count()
         reward += self.args.solved_reward * solved
         metrics = {
-            "boxes_on_target": after / self._boxes.bit_count(),
+            "boxes_on_target": new_count / self._boxes.bit_count(),
             "effective_moves": self._effective / self._turns,
         }
         return StepResult(
@@ -233,20 +233,22 @@ class Sokoban(Environment):
         return f"{self._name(self._player)} {self._around(self._player)} {boxes} {targets}"
 
     def _ways(self) -> str:
-        told = [self._around(self._player)]
+        lines = [self._around(self._player)]
         width = self.level.room.width
         targets = cells_of(self.level.room.targets)
         for box in cells_of(self._boxes):
             _, nearest = min(
                 (sum(map(abs, _apart(box, target, width))), target) for target in targets
             )
-            told += [_way(self._player, box, width), self._around(box), _way(box, nearest, width)]
-        return " ".join(told)
+            lines += [_way(self._player, box, width), self._around(box), _way(box, nearest, width)]
+        return " ".join(lines)
 
     def _around(self, cell: int) -> str:
         """Return the characters of the four neighbours."""
-        seen = kinds(self.level.room, self._player, self._boxes)
-        return "".join(self.args.characters[seen[cell + step]] for step in self.level.room.steps)
+        cell_kinds = kinds(self.level.room, self._player, self._boxes)
+        return "".join(
+            self.args.characters[cell_kinds[cell + step]] for step in self.level.room.steps
+        )
 
     def _name(self, cell: int) -> str:
         row, column = divmod(cell, self.level.room.width)
@@ -273,10 +275,10 @@ def _split(args: SokobanArgs, split: Split) -> tuple[SokobanLevel, ...]:
     own = [level for file in levels.level_files(args.path) for level in levels.read_levels(file)]
     if args.eval_path is None:
         held_out = max(round(len(own) * args.eval_share), 1)
-        others = own[len(own) - held_out :]
+        other_levels = own[len(own) - held_out :]
     else:
         try:
-            others = [
+            other_levels = [
                 level
                 for file in levels.level_files(args.eval_path)
                 for level in levels.read_levels(file)
@@ -284,10 +286,10 @@ def _split(args: SokobanArgs, split: Split) -> tuple[SokobanLevel, ...]:
         except ConfigError as error:
             raise ConfigError("eval_path", error.value, error.allowed) from None
     if split == "eval":
-        return tuple(others)
+        return tuple(other_levels)
     # one file for both: it is only evaluated
-    known = set() if args.path == args.eval_path else set(others)
-    return tuple(level for level in own if level not in known)
+    known_levels = set() if args.path == args.eval_path else set(other_levels)
+    return tuple(level for level in own if level not in known_levels)
 
 
 @lru_cache(maxsize=256)

@@ -46,28 +46,28 @@ def move(room: SokobanRoom, player: int, boxes: int, direction: int) -> tuple[in
     unchanged if impossible.
     """
     step = room.steps[direction]
-    there = player + step
-    if not room.floor >> there & 1:
+    target = player + step
+    if not room.floor >> target & 1:
         return player, boxes
-    if boxes >> there & 1:
-        beyond = there + step
+    if boxes >> target & 1:
+        beyond = target + step
         if not room.floor >> beyond & 1 or boxes >> beyond & 1:
             return player, boxes
-        boxes ^= 1 << there | 1 << beyond
-    return there, boxes
+        boxes ^= 1 << target | 1 << beyond
+    return target, boxes
 
 
 def spread(room: SokobanRoom, free: int, start: int) -> list[int]:
     """Return the cells reachable over ``free`` ones: those 0 steps away from cell ``start``, those
     1 step away, …
     """
-    frontier = seen = 1 << start
+    frontier = reached = 1 << start
     layers = []
     while frontier:
         layers.append(frontier)
         near = frontier << 1 | frontier >> 1 | frontier << room.width | frontier >> room.width
-        frontier = near & free & ~seen
-        seen |= frontier
+        frontier = near & free & ~reached
+        reached |= frontier
     return layers
 
 
@@ -81,12 +81,12 @@ def reachable(room: SokobanRoom, boxes: int, player: int) -> int:
 
 def cells_of(bits: int) -> list[int]:
     """Return the numbers of a set's cells, ascending."""
-    found = []
+    cells = []
     while bits:
         low = bits & -bits
-        found.append(low.bit_length() - 1)
+        cells.append(low.bit_length() - 1)
         bits ^= low
-    return found
+    return cells
 
 
 @lru_cache(maxsize=4096)
@@ -94,19 +94,23 @@ def push_distances(room: SokobanRoom) -> dict[int, int]:
     """Return the fewest pushes from a cell to the nearest target for a lone box; on an absent cell
     it is lost.
     """
-    found = dict.fromkeys(cells_of(room.targets), 0)
-    frontier = list(found)
+    distance_of = dict.fromkeys(cells_of(room.targets), 0)
+    frontier = list(distance_of)
     while frontier:
         following = []
         for cell in frontier:
             for step in room.steps:
-                before = cell - step
+                previous = cell - step
                 player = cell - 2 * step
-                if room.floor >> before & 1 and room.floor >> player & 1 and before not in found:
-                    found[before] = found[cell] + 1
-                    following.append(before)
+                if (
+                    room.floor >> previous & 1
+                    and room.floor >> player & 1
+                    and previous not in distance_of
+                ):
+                    distance_of[previous] = distance_of[cell] + 1
+                    following.append(previous)
         frontier = following
-    return found
+    return distance_of
 
 
 @lru_cache(maxsize=16384)  # the episodes of a group see the same states many times
@@ -128,15 +132,15 @@ def draw(room: SokobanRoom, player: int, boxes: int, characters: str, border: bo
 
 def kinds(room: SokobanRoom, player: int, boxes: int) -> list[int]:
     """Return what is on each cell, as gym-sokoban's numbers."""
-    found = []
+    cell_kinds = []
     for cell in range(room.width * room.height):
         target = room.targets >> cell & 1
         if not room.floor >> cell & 1:
-            found.append(WALL)
+            cell_kinds.append(WALL)
         elif boxes >> cell & 1:
-            found.append(BOX_ON_TARGET if target else BOX)
+            cell_kinds.append(BOX_ON_TARGET if target else BOX)
         elif cell == player:
-            found.append(PLAYER_ON_TARGET if target else PLAYER)
+            cell_kinds.append(PLAYER_ON_TARGET if target else PLAYER)
         else:
-            found.append(TARGET if target else FLOOR)
-    return found
+            cell_kinds.append(TARGET if target else FLOOR)
+    return cell_kinds

@@ -108,8 +108,8 @@ def _room(size: int, boxes: int, rng: np.random.Generator) -> SokobanRoom | None
     cells = [(number // (size - 2) + 1) * size + number % (size - 2) + 1 for number in inside]
     if not cells:
         return None
-    everything = SokobanRoom(size, size, sum(1 << cell for cell in cells), 0)
-    floor = reachable(everything, 0, cells[int(rng.integers(len(cells)))])
+    whole_room = SokobanRoom(size, size, sum(1 << cell for cell in cells), 0)
+    floor = reachable(whole_room, 0, cells[int(rng.integers(len(cells)))])
     if floor.bit_count() < (size - 2) ** 2 // 2 or floor.bit_count() < 2 * boxes + 1:
         return None
     targets = rng.choice(cells_of(floor), size=boxes, replace=False)
@@ -157,10 +157,10 @@ def level_files(path: str) -> list[str]:
     """
     if Path(path).is_file():
         return [path]
-    found = sorted(str(file) for file in Path(path).glob("*.txt"))
-    if not found:
+    files = sorted(str(file) for file in Path(path).glob("*.txt"))
+    if not files:
         raise ConfigError("path", path, "a file of levels, or a folder with .txt files of them")
-    return found
+    return files
 
 
 @lru_cache(maxsize=64)

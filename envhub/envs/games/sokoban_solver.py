@@ -71,15 +71,15 @@ def _pushes(room: SokobanRoom, player: int, boxes: int) -> list[tuple[int, int, 
     """Return (cell of the box, direction, steps to walk before it) of every possible push."""
     free = room.floor & ~boxes
     layers = spread(room, free, player)
-    found = []
+    pushes = []
     for box in cells_of(boxes):
         for direction, step in enumerate(room.steps):
             if free >> box + step & 1 and free >> box - step & 1:
                 stand = 1 << box - step
                 walked = next((far for far, layer in enumerate(layers) if layer & stand), None)
                 if walked is not None:
-                    found.append((box, direction, walked))
-    return found
+                    pushes.append((box, direction, walked))
+    return pushes
 
 
 def _blocked(room: SokobanRoom, boxes: int, box: int) -> bool:
@@ -98,10 +98,10 @@ def _moves(room: SokobanRoom, start: State, end: State, came: dict[State, Push])
     """Return the letters from one state to another, including walks."""
     parts = []
     while end != start:
-        before, box, direction = came[end]
+        previous, box, direction = came[end]
         stand = box - room.steps[direction]
-        parts.append(_walk(room, before, stand) + LETTERS[direction])
-        end = before
+        parts.append(_walk(room, previous, stand) + LETTERS[direction])
+        end = previous
     return "".join(reversed(parts))
 
 

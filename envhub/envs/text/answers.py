@@ -24,8 +24,8 @@ def tagged(text: str, answer_tag: bool) -> str:
     stripped of blanks.
     """
     if answer_tag:
-        found = _ANSWER.findall(text)
-        text = found[-1] if found else ""
+        matches = _ANSWER.findall(text)
+        text = matches[-1] if matches else ""
     return text.strip()
 
 

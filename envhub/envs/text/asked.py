@@ -38,11 +38,11 @@ class QuestionEnvironment(Environment):
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         """Show the question; the seed has no effect, see ``qa``."""
-        seen = self._questions.reset(task_index, split, seed)
+        observation = self._questions.reset(task_index, split, seed)
         self.prompt = self._questions.prompt
         self.reference = self._questions.reference
         self._begin()
-        return self._show(seen.text)
+        return self._show(observation.text)
 
     def text_frame(self) -> str:
         return self._shown

@@ -74,14 +74,14 @@ class QuestionAnswer(Environment):
 
     @classmethod
     def references(cls, args: QuestionAnswerArgs) -> list[tuple[str, str]]:
-        found = []
+        references = []
         for path in dict.fromkeys(cls.data_files(args)):
             rows = read_rows(path, args.question, args.answer, args.answer_after)
-            found += [
+            references += [
                 (f"{path}, row {number}", answer)
                 for number, (_, answer) in enumerate(rows, start=1)
             ]
-        return found
+        return references
 
     @classmethod
     def num_tasks(cls, args: QuestionAnswerArgs, split: Split) -> int | None:

@@ -36,8 +36,10 @@ def read_rows(path: str, question: str, answer: str, answer_after: str) -> tuple
         raise ConfigError("path", path, f"a file ending in {', '.join((*JSONL, *PARQUET))}")
     rows = []
     for line, record in data_rows.read_rows(path, "path"):
-        asked, told = (_text(path, line, record, column) for column in (question, answer))
-        rows.append((asked, _after(path, line, told, answer, answer_after)))
+        question_text, answer_text = (
+            _text(path, line, record, column) for column in (question, answer)
+        )
+        rows.append((question_text, _after(path, line, answer_text, answer, answer_after)))
     if not rows:
         raise ConfigError("path", path, "the file holds no rows")
     return tuple(rows)
@@ -59,7 +61,7 @@ def _text(path: str, line: int, record: dict[str, Any], column: str) -> str:
 def _after(path: str, line: int, text: str, column: str, marker: str) -> str:
     if not marker:
         return text
-    _, found, rest = text.rpartition(marker)
-    if not found or not rest.strip():
+    _, separator, remainder = text.rpartition(marker)
+    if not separator or not remainder.strip():
         raise DataError(path, line, f"column {column!r} holds nothing after {marker!r}")
-    return rest.strip()
+    return remainder.strip()

@@ -29,7 +29,7 @@ class SearchIndex:
         import bm25s  # takes half a second, which hubs without a search need not wait for
 
         tokens = [words(text) for text in texts]
-        self._known = {word for some in tokens for word in some}
+        self._known = {word for text_words in tokens for word in text_words}
         self._scorer = bm25s.BM25()
         if self._known:
             self._scorer.index(tokens, show_progress=False)
@@ -38,13 +38,13 @@ class SearchIndex:
         """Return the positions of at most ``limit`` texts with a word of the query, best first,
         then in order.
         """
-        asked = [word for word in words(query) if word in self._known]
-        if not asked:
+        query_words = [word for word in words(query) if word in self._known]
+        if not query_words:
             return []
-        scores = self._scorer.get_scores(asked)
-        found = np.flatnonzero(scores > 0)
-        if len(found) > limit:  # sort only what may be shown of a large corpus
-            least = np.partition(scores[found], -limit)[-limit]
-            found = found[scores[found] >= least]
-        order = np.argsort(-scores[found], kind="stable")
-        return [int(position) for position in found[order][:limit]]
+        scores = self._scorer.get_scores(query_words)
+        matches = np.flatnonzero(scores > 0)
+        if len(matches) > limit:  # sort only what may be shown of a large corpus
+            least = np.partition(scores[matches], -limit)[-limit]
+            matches = matches[scores[matches] >= least]
+        order = np.argsort(-scores[matches], kind="stable")
+        return [int(position) for position in matches[order][:limit]]

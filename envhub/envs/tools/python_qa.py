@@ -70,12 +70,12 @@ class PythonQA(QuestionEnvironment):
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
-        given = QuestionAnswer.example(folder)
+        example_args = QuestionAnswer.example(folder)
         try:
-            _sandbox(PythonArgs.model_validate(given))
+            _sandbox(PythonArgs.model_validate(example_args))
         except UserError as error:
             raise NotInstalled(f"environment python: {error}") from None
-        return given
+        return example_args
 
     def _begin(self) -> None:
         self._kept: list[str] = []
@@ -86,12 +86,12 @@ class PythonQA(QuestionEnvironment):
         metrics = {"programs": float(self._programs)}
         if call is None:
             hint = f"Write <{TOOL}>code</{TOOL}> or <answer>your answer</answer>."
-            seen = self._show(f"Neither a program nor an answer was found. {hint}")
-            return StepResult(seen, -self.args.format_penalty, False, False, metrics=metrics)
-        what, held = call
-        if what == tool_calls.ANSWER:
-            self._show(f"<answer>{held}</answer>")
-            right = same(held, self.reference)
+            observation = self._show(f"Neither a program nor an answer was found. {hint}")
+            return StepResult(observation, -self.args.format_penalty, False, False, metrics=metrics)
+        action, content = call
+        if action == tool_calls.ANSWER:
+            self._show(f"<answer>{content}</answer>")
+            right = same(content, self.reference)
             return StepResult(Observation(""), float(right), True, True, right, metrics=metrics)
         if self._programs >= self.args.max_programs:
             return StepResult(
@@ -101,27 +101,25 @@ class PythonQA(QuestionEnvironment):
                 metrics=metrics,
             )
         self._programs += 1
-        seen = self._show(f"<output>\n{self._run(bare(held))}\n</output>")
-        return StepResult(seen, 0.0, False, metrics={"programs": float(self._programs)})
+        observation = self._show(f"<output>\n{self._run(bare(content))}\n</output>")
+        return StepResult(observation, 0.0, False, metrics={"programs": float(self._programs)})
 
     def _run(self, code: str) -> str:
         """Return what the program printed, and how it ended if not well."""
         whole = "".join(AGAIN.format(code=earlier) for earlier in self._kept) + code
         sandbox, places = _sandbox(self.args)
         with places:
-            ended = sandbox.run(whole.encode(errors="replace").decode())
-        printed = (ended.stdout + ended.stderr).decode(errors="replace").rstrip("\n")
+            end = sandbox.run(whole.encode(errors="replace").decode())
+        printed = (end.stdout + end.stderr).decode(errors="replace").rstrip("\n")
         if len(printed) > self.args.output_chars:
             printed = (
                 f"{printed[: self.args.output_chars]}\n(cut: it printed {len(printed)} characters)"
             )
-        if ended.killed_for or ended.exit_code:
-            why = (
-                f"its {ended.killed_for} was up"
-                if ended.killed_for
-                else f"exit code {ended.exit_code}"
+        if end.killed_for or end.exit_code:
+            reason = (
+                f"its {end.killed_for} was up" if end.killed_for else f"exit code {end.exit_code}"
             )
-            return f"{printed}\n(the program ended by {why})".lstrip("\n")
+            return f"{printed}\n(the program ended by {reason})".lstrip("\n")
         if self.args.keep:
             self._kept.append(code)
         return printed or "(nothing was printed)"
@@ -139,10 +137,10 @@ def same(answer: str, reference: str) -> bool:
     """Return whether both are the same number, up to a millionth, or the same text except for case
     and blanks.
     """
-    one = _number(answer)
-    other = _number(reference)
-    if one is not None and other is not None:
-        return math.isclose(one, other, rel_tol=1e-6, abs_tol=1e-9)
+    answer_number = _number(answer)
+    reference_number = _number(reference)
+    if answer_number is not None and reference_number is not None:
+        return math.isclose(answer_number, reference_number, rel_tol=1e-6, abs_tol=1e-9)
     return " ".join(answer.lower().split()) == " ".join(reference.lower().split())
 
 

@@ -91,12 +91,12 @@ class SearchQA(QuestionEnvironment):
         metrics = {"searches": float(self._searches)}
         if call is None:
             hint = f"Write <{TOOL}>words</{TOOL}> or <answer>your answer</answer>."
-            seen = self._show(f"Neither a search nor an answer was found. {hint}")
-            return StepResult(seen, -self.args.format_penalty, False, False, metrics=metrics)
-        what, held = call
-        if what == tool_calls.ANSWER:
-            reward, right = tool_calls.scored(held, self._references(), self.args.score)
-            self._show(f"<answer>{held}</answer>")
+            observation = self._show(f"Neither a search nor an answer was found. {hint}")
+            return StepResult(observation, -self.args.format_penalty, False, False, metrics=metrics)
+        action, content = call
+        if action == tool_calls.ANSWER:
+            reward, right = tool_calls.scored(content, self._references(), self.args.score)
+            self._show(f"<answer>{content}</answer>")
             return StepResult(Observation(""), reward, True, True, right, metrics=metrics)
         if self._searches >= self.args.max_searches:
             return StepResult(
@@ -106,13 +106,17 @@ class SearchQA(QuestionEnvironment):
                 metrics=metrics,
             )
         self._searches += 1
-        found = _corpus(self.args).find(held, self.args.documents, self.args.document_chars)
-        told = (
-            "\n".join(f"({rank}) {document}" for rank, document in enumerate(found, start=1))
+        documents_found = _corpus(self.args).find(
+            content, self.args.documents, self.args.document_chars
+        )
+        documents_text = (
+            "\n".join(
+                f"({rank}) {document}" for rank, document in enumerate(documents_found, start=1)
+            )
             or "Nothing was found."
         )
-        seen = self._show(f"<information>\n{told}\n</information>")
-        return StepResult(seen, 0.0, False, metrics={"searches": float(self._searches)})
+        observation = self._show(f"<information>\n{documents_text}\n</information>")
+        return StepResult(observation, 0.0, False, metrics={"searches": float(self._searches)})
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
         """Search for the question, then give the reference; with probability ``noise`` another

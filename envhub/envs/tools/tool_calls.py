@@ -31,14 +31,14 @@ def parse(text: str, tool: str, argument: str) -> tuple[str, str] | None:
         tool: name of the tool.
         argument: name of its argument in calls written as JSON.
     """
-    found = _pattern(tool).search(text)
-    if found is None:
+    match = _pattern(tool).search(text)
+    if match is None:
         return None
-    name = found[1].lower()
-    held = found[2].strip()
+    name = match[1].lower()
+    content = match[2].strip()
     if name == "tool_call":
-        return _from_json(held, tool, argument)
-    return (name, held) if held else None
+        return _from_json(content, tool, argument)
+    return (name, content) if content else None
 
 
 def _from_json(text: str, tool: str, argument: str) -> tuple[str, str] | None:
@@ -52,8 +52,8 @@ def _from_json(text: str, tool: str, argument: str) -> tuple[str, str] | None:
         or not isinstance(call.get("arguments"), dict)
     ):
         return None
-    held = call["arguments"].get(argument)
-    return (tool, held.strip()) if isinstance(held, str) and held.strip() else None
+    value = call["arguments"].get(argument)
+    return (tool, value.strip()) if isinstance(value, str) and value.strip() else None
 
 
 @lru_cache(maxsize=16)
@@ -85,14 +85,14 @@ def f1(answer: str, references: Iterable[str]) -> float:
     )
 
 
-def _f1(one: list[str], other: list[str]) -> float:
-    if not one or not other:
-        return float(one == other)
-    common = (Counter(one) & Counter(other)).total()
-    return 2 * common / (len(one) + len(other))
+def _f1(answer_words: list[str], reference_words: list[str]) -> float:
+    if not answer_words or not reference_words:
+        return float(answer_words == reference_words)
+    common = (Counter(answer_words) & Counter(reference_words)).total()
+    return 2 * common / (len(answer_words) + len(reference_words))
 
 
-def scored(answer: str, references: tuple[str, ...], how: Score) -> tuple[float, bool]:
+def scored(answer: str, references: tuple[str, ...], score: Score) -> tuple[float, bool]:
     """Return (the score, whether the answer is right)."""
     right = exact(answer, references)
-    return (right if how == "exact" else f1(answer, references)), right == 1.0
+    return (right if score == "exact" else f1(answer, references)), right == 1.0

@@ -97,9 +97,11 @@ class WebShop(Environment):
                 "attributes", None, "WebShop's items_ins_v2*.json, for items is given"
             )
         for key in ("hidden_attributes", "goal_attributes"):
-            if (wanted := getattr(args, key)) > args.product_attributes:
+            if (num_attributes := getattr(args, key)) > args.product_attributes:
                 raise ConfigError(
-                    key, wanted, f"at most product_attributes, which is {args.product_attributes}"
+                    key,
+                    num_attributes,
+                    f"at most product_attributes, which is {args.product_attributes}",
                 )
         files.load.cache_clear()  # the files may have changed since the last check
         _catalogue.cache_clear()
@@ -130,21 +132,21 @@ class WebShop(Environment):
         return self._observe()
 
     def step(self, text: str) -> StepResult:
-        found = _ACTION.fullmatch(tagged(text, self.args.answer_tag))
-        what = found[2].strip().lower() if found else ""
-        if found and found[1].lower() == "search":
-            valid = bool(what) and len(what) <= MAX_QUERY_CHARS
+        match = _ACTION.fullmatch(tagged(text, self.args.answer_tag))
+        target = match[2].strip().lower() if match else ""
+        if match and match[1].lower() == "search":
+            valid = bool(target) and len(target) <= MAX_QUERY_CHARS
             if valid:
                 self._view = pages.PageView(
-                    self.args.window, results=_catalogue(self.args).search(what)
+                    self.args.window, results=_catalogue(self.args).search(target)
                 )
         else:
-            what = self._numbered().get(what, what)
-            valid = what in self._view.clickable()
-            if valid and what == pages.BUY:
+            target = self._numbered().get(target, target)
+            valid = target in self._view.clickable()
+            if valid and target == pages.BUY:
                 return self._buy()
             if valid:
-                self._click(what)
+                self._click(target)
         reward = 0.0 if valid else -self.args.format_penalty
         return StepResult(self._observe(), reward, False, valid, metrics={"score": 0.0})
 
@@ -159,17 +161,17 @@ class WebShop(Environment):
             return self._anything(rng)
         view = self._view
         goal = self.goal
-        wanted = self._wanted()
-        if wanted is None:
+        actions = self._wanted()
+        if actions is None:
             return f"search[{pages.wish_words(goal)}]"
         if view.product is None:
-            page = list(view.results or ()).index(wanted) // view.window
+            page = list(view.results or ()).index(actions) // view.window
             if page == view.page:
-                return f"click[{self._called(wanted.asin)}]"
+                return f"click[{self._called(actions.asin)}]"
             return f"click[{pages.NEXT if page > view.page else pages.PREVIOUS}]"
-        if view.product is not wanted or view.sub_page:
+        if view.product is not actions or view.sub_page:
             return f"click[{pages.PREVIOUS}]"
-        for name, value in best_options(wanted, goal).items():
+        for name, value in best_options(actions, goal).items():
             if view.chosen.get(name) != value:
                 return f"click[{value}]"
         return f"click[{pages.BUY}]"
@@ -185,8 +187,8 @@ class WebShop(Environment):
     def _anything(self, rng: np.random.Generator) -> str:
         offered = self._view.clickable()
         if not offered:
-            other = _goals(self.args, "train")
-            return f"search[{pages.wish_words(other[int(rng.integers(len(other)))])}]"
+            goals = _goals(self.args, "train")
+            return f"search[{pages.wish_words(goals[int(rng.integers(len(goals)))])}]"
         return f"click[{self._called(offered[int(rng.integers(len(offered)))])}]"
 
     def _numbered(self) -> dict[str, str]:
@@ -198,32 +200,32 @@ class WebShop(Environment):
         )
         return {str(number): product.asin for number, product in enumerate(listed, start=1)}
 
-    def _called(self, what: str) -> str:
+    def _called(self, target: str) -> str:
         """Return how a click names a thing."""
-        return next((number for number, asin in self._numbered().items() if asin == what), what)
+        return next((number for number, asin in self._numbered().items() if asin == target), target)
 
-    def _click(self, what: str) -> None:
+    def _click(self, target: str) -> None:
         view = self._view
-        if what == pages.BACK:
+        if target == pages.BACK:
             self._view = pages.PageView(view.window)
         elif view.product is None:
-            if what in (pages.NEXT, pages.PREVIOUS):
-                view.page += 1 if what == pages.NEXT else -1
+            if target in (pages.NEXT, pages.PREVIOUS):
+                view.page += 1 if target == pages.NEXT else -1
             else:
-                view.product = _catalogue(self.args).by_asin[what]
+                view.product = _catalogue(self.args).by_asin[target]
                 view.chosen = {}
-        elif what == pages.PREVIOUS:
+        elif target == pages.PREVIOUS:
             if view.sub_page:
                 view.sub_page = ""
             else:
                 view.product = None
-        elif what in pages.SUB_PAGES:
-            view.sub_page = what
+        elif target in pages.SUB_PAGES:
+            view.sub_page = target
         else:
-            names = [name for name, values in view.product.options.items() if what in values]
+            names = [name for name, values in view.product.options.items() if target in values]
             view.chosen[
-                next((name for name in names if view.chosen.get(name) != what), names[0])
-            ] = what
+                next((name for name in names if view.chosen.get(name) != target), names[0])
+            ] = target
 
     def _buy(self) -> StepResult:
         product = self._view.product
@@ -255,6 +257,6 @@ def _catalogue(args: WebShopArgs) -> ProductCatalogue:
 
 @lru_cache(maxsize=8)
 def _goals(args: WebShopArgs, split: Split) -> tuple[ShoppingGoal, ...]:
-    there = _catalogue(args).goals
-    held_out = max(min(args.eval_goals, len(there) // 4), 1)
-    return there[:held_out] if split == "eval" else there[held_out:]
+    goals = _catalogue(args).goals
+    held_out = max(min(args.eval_goals, len(goals) // 4), 1)
+    return goals[:held_out] if split == "eval" else goals[held_out:]

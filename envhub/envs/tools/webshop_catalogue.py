@@ -91,23 +91,23 @@ class ProductCatalogue:
 
     def search(self, query: str) -> tuple[ShopProduct, ...]:
         """Return at most ``SEARCH_LIMIT`` products, best first."""
-        if (found := self._found.get(query)) is None:
+        if (result := self._found.get(query)) is None:
             if len(self._found) >= 4096:
                 self._found.clear()
-            found = self._found[query] = tuple(
+            result = self._found[query] = tuple(
                 self.products[at] for at in self._index.search(query, SEARCH_LIMIT)
             )
-        return found
+        return result
 
 
-def price_limit(price: float, told: str) -> float:
+def price_limit(price: float, instruction: str) -> float:
     """Return a limit above the price: the larger of two of the next four tens, drawn by a hash of
     ``told``.
     """
     above = [step for step in PRICE_STEPS if step > price][:4]
     if len(above) < 2:
         return NO_LIMIT
-    seed = int.from_bytes(hashlib.blake2b(told.encode(), digest_size=8).digest(), "little")
+    seed = int.from_bytes(hashlib.blake2b(instruction.encode(), digest_size=8).digest(), "little")
     return float(max(np.random.default_rng(seed).choice(above, 2, replace=False)))
 
 
@@ -237,7 +237,7 @@ def _product(
     department, things, qualities, options, (low, high) = there[int(rng.integers(len(there)))]
     thing = str(rng.choice(things))
     has = [str(quality) for quality in rng.choice(qualities, num_attributes, replace=False)]
-    shown = has[: num_attributes - hidden]
+    attributes_shown = has[: num_attributes - hidden]
     offered = {
         name: tuple(
             str(v) for v in rng.choice(values, min(option_values, len(values)), replace=False)
@@ -246,7 +246,7 @@ def _product(
     }
     return ShopProduct(
         asin=f"b{number:0{3 if number < 1000 else 6}d}",
-        name=" ".join([*shown, thing]),
+        name=" ".join([*attributes_shown, thing]),
         nouns=frozenset([thing]),
         query=thing,
         category=f"{department} › {thing}",
@@ -260,16 +260,16 @@ def _product(
 
 def _goals(product: ShopProduct, num_attributes: int) -> list[ShoppingGoal]:
     # the hidden ones are the last
-    wanted = product.attributes[-num_attributes:] if num_attributes else ()
+    attributes = product.attributes[-num_attributes:] if num_attributes else ()
     goals = []
     for values in combinations(*product.options.values()):
         text = f"i need a {product.query}"
-        text += f" that is {' and '.join(wanted)}" if wanted else ""
+        text += f" that is {' and '.join(attributes)}" if attributes else ""
         text += "".join(
             f", {name}: {value}" for name, value in zip(product.options, values, strict=True)
         )
         limit = price_limit(product.price, f"{product.asin} {text}")
         if limit < NO_LIMIT:
             text += f", price lower than {limit:.2f} dollars"
-        goals.append(ShoppingGoal(product, text, wanted, values, limit))
+        goals.append(ShoppingGoal(product, text, attributes, values, limit))
     return goals

@@ -58,21 +58,21 @@ def load(
         DataError: if a product or instruction is malformed; names its place in the file, from 1.
     """
     rows = _read("items", items, list[dict[str, Any]])
-    told = _read("attributes", attributes, dict[str, dict[str, Any]])
-    said = None if human is None else _read("human", human, dict[str, list[dict[str, Any]]])
+    attribute_rows = _read("attributes", attributes, dict[str, dict[str, Any]])
+    human_rows = None if human is None else _read("human", human, dict[str, list[dict[str, Any]]])
     products: dict[str, ShopProduct] = {}
     goals: list[ShoppingGoal] = []
     for number, row in enumerate(rows[:num_products], start=1):
         asin = _text(items, number, row, "asin")
         if asin == "nan" or len(asin) > MAX_ASIN_CHARS or asin.lower() in products:
             continue
-        own = told.get(asin, {})
+        own = attribute_rows.get(asin, {})
         product = _product(items, number, row, asin, own)
         products[product.asin] = product
-        if said is None:
+        if human_rows is None:
             goals += _synthetic(attributes, number, product, own)
         else:
-            rows_of = enumerate(said.get(asin, []), start=1)
+            rows_of = enumerate(human_rows.get(asin, []), start=1)
             goals += filter(
                 None, (_human(str(human), place, product, row) for place, row in rows_of)
             )
@@ -124,12 +124,12 @@ def _first_bad_row(data: bytes) -> tuple[int, str]:
 
 
 def _after(separator: re.Pattern[str], text: str, at: int) -> int:
-    found = separator.match(text, at)
-    return at if found is None else found.end()
+    match = separator.match(text, at)
+    return at if match is None else match.end()
 
 
 def _product(
-    path: str, number: int, row: dict[str, Any], asin: str, told: dict[str, Any]
+    path: str, number: int, row: dict[str, Any], asin: str, attribute_row: dict[str, Any]
 ) -> ShopProduct:
     name = _text(path, number, row, "name")
     features = row.get("small_description") or []
@@ -141,7 +141,7 @@ def _product(
         category=_text(path, number, row, "product_category"),
         price=_price(path, number, row, asin),
         options=_options(path, number, row),
-        attributes=_texts(path, number, told.get("attributes") or [], "attributes"),
+        attributes=_texts(path, number, attribute_row.get("attributes") or [], "attributes"),
         features=_texts(
             path,
             number,
@@ -154,28 +154,28 @@ def _product(
 
 def _price(path: str, number: int, row: dict[str, Any], asin: str) -> float:
     """Return the price; within a range it depends on the asin."""
-    if not (told := row.get("pricing")):
+    if not (pricing := row.get("pricing")):
         return NO_PRICE
     try:
-        found = [float(re.sub(r"[^\d.]", "", part)) for part in str(told).split("$")[1:3]]
+        prices = [float(re.sub(r"[^\d.]", "", part)) for part in str(pricing).split("$")[1:3]]
     except ValueError:
-        found = []
-    if not found or not all(map(math.isfinite, found)):
+        prices = []
+    if not prices or not all(map(math.isfinite, prices)):
         raise DataError(
-            path, number, f"pricing is {told!r}, not dollars such as '$9.99' or '$5 to $8'"
+            path, number, f"pricing is {pricing!r}, not dollars such as '$9.99' or '$5 to $8'"
         )
     share = hashlib.blake2b(asin.encode(), digest_size=1).digest()[0] / 255
-    return found[0] + (found[-1] - found[0]) * share
+    return prices[0] + (prices[-1] - prices[0]) * share
 
 
 def _options(path: str, number: int, row: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    told = row.get("customization_options") or {}
-    if not isinstance(told, dict):
+    customization = row.get("customization_options") or {}
+    if not isinstance(customization, dict):
         raise DataError(
-            path, number, f"customization_options is {type(told).__name__}, not an object"
+            path, number, f"customization_options is {type(customization).__name__}, not an object"
         )
     options = {}
-    for name, values in told.items():
+    for name, values in customization.items():
         if values is None:
             continue
         rows = values if isinstance(values, list) else [None]
@@ -192,32 +192,32 @@ def _options(path: str, number: int, row: dict[str, Any]) -> dict[str, tuple[str
 
 
 def _human(path: str, place: int, product: ShopProduct, row: dict[str, Any]) -> ShoppingGoal | None:
-    wanted = _texts(
+    attributes = _texts(
         path,
         place,
         row.get("instruction_attributes") or [],
         f"{product.asin}: instruction_attributes",
     )
-    if not wanted:
+    if not attributes:
         return None
     options = _texts(
         path, place, row.get("instruction_options") or [], f"{product.asin}: instruction_options"
     )
-    return _goal(product, _text(path, place, row, "instruction").strip("."), wanted, options)
+    return _goal(product, _text(path, place, row, "instruction").strip("."), attributes, options)
 
 
 def _synthetic(
-    path: str, number: int, product: ShopProduct, told: dict[str, Any]
+    path: str, number: int, product: ShopProduct, attribute_row: dict[str, Any]
 ) -> Iterator[ShoppingGoal]:
-    if not told.get("instruction"):
+    if not attribute_row.get("instruction"):
         return
-    wanted = _texts(
+    attributes = _texts(
         path,
         number,
-        told.get("instruction_attributes") or [],
+        attribute_row.get("instruction_attributes") or [],
         f"{product.asin}: instruction_attributes",
     )
-    text = _text(path, number, told, "instruction")
+    text = _text(path, number, attribute_row, "instruction")
     names = sorted(product.options)
     for values in islice(
         combinations(*(product.options[name] for name in names)), MAX_COMBINATIONS
@@ -225,7 +225,7 @@ def _synthetic(
         options = ", and ".join(
             f"{name}: {value}" for name, value in zip(names, values, strict=True)
         )
-        yield _goal(product, f"{text} with {options}" if options else text, wanted, values)
+        yield _goal(product, f"{text} with {options}" if options else text, attributes, values)
 
 
 def _goal(
@@ -247,6 +247,6 @@ def _text(path: str, place: int, row: dict[str, Any], key: str) -> str:
 
 def _texts(path: str, place: int, value: Any, key: str) -> tuple[str, ...]:
     values = list(value.values()) if isinstance(value, dict) else value
-    if not isinstance(values, list) or not all(isinstance(one, str) for one in values):
+    if not isinstance(values, list) or not all(isinstance(text, str) for text in values):
         raise DataError(path, place, f"{key} is {value!r:.80}, not a list of texts")
     return tuple(values)

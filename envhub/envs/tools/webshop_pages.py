@@ -86,22 +86,24 @@ def _full_lines(view: PageView) -> list[str]:
         f"{name}: {_values(values, view.chosen.get(name))}"
         for name, values in view.product.options.items()
     ]
-    rest = [view.product.name, f"price: ${view.product.price:.2f}", f"rating: {NO_RATING}"]
-    return head + options + rest + [" ".join(f"[{name}]" for name in SUB_PAGES), f"[{BUY}]"]
+    lines = [view.product.name, f"price: ${view.product.price:.2f}", f"rating: {NO_RATING}"]
+    return head + options + lines + [" ".join(f"[{name}]" for name in SUB_PAGES), f"[{BUY}]"]
 
 
-def _values(values: Sequence[str], chosen: str | None) -> str:
-    return " ".join(f"[{value}] (chosen)" if value == chosen else f"[{value}]" for value in values)
+def _values(values: Sequence[str], chosen_value: str | None) -> str:
+    return " ".join(
+        f"[{value}] (chosen)" if value == chosen_value else f"[{value}]" for value in values
+    )
 
 
 def _sub_page(product: ShopProduct, name: str) -> list[str]:
-    told: Mapping[str, Sequence[str]] = {
+    texts: Mapping[str, Sequence[str]] = {
         "description": [product.description],
         "features": product.features,
         "reviews": ["there are no reviews"],
         "attributes": [*product.attributes, product.category, product.query],
     }
-    return list(told[name])
+    return list(texts[name])
 
 
 def wish_words(goal: ShoppingGoal) -> str:
@@ -128,7 +130,8 @@ def compact(view: PageView, goal: ShoppingGoal) -> str:
     if view.sub_page:
         return "\n".join(_sub_page(view.product, view.sub_page))
     options = view.product.options
-    chosen = view.chosen
+    chosen_options = view.chosen
     return ";".join(
-        " ".join(f"*{v}" if v == chosen.get(name) else v for v in options[name]) for name in options
+        " ".join(f"*{v}" if v == chosen_options.get(name) else v for v in options[name])
+        for name in options
     )

@@ -23,11 +23,14 @@ from envhub.envs.tools.webshop_catalogue import ShoppingGoal, ShopProduct
 ALIKE: Final = 85.0
 
 
-def score(product: ShopProduct, goal: ShoppingGoal, chosen: Iterable[str]) -> float:
+def score(product: ShopProduct, goal: ShoppingGoal, chosen_options: Iterable[str]) -> float:
     """Return the score from 0 to 1; ``chosen`` are the option values bought."""
-    chosen = tuple(chosen)
-    attributes = sum(_has(product, wanted) for wanted in goal.attributes)
-    options = sum(any(alike(value, wanted) > ALIKE for value in chosen) for wanted in goal.options)
+    chosen_options = tuple(chosen_options)
+    attributes = sum(_has(product, wanted_value) for wanted_value in goal.attributes)
+    options = sum(
+        any(alike(value, wanted_value) > ALIKE for value in chosen_options)
+        for wanted_value in goal.options
+    )
     matched = attributes + options + (product.price <= goal.price_upper)
     return (
         type_score(product, goal.product) * matched / (len(goal.attributes) + len(goal.options) + 1)
@@ -43,75 +46,85 @@ def best_options(product: ShopProduct, goal: ShoppingGoal) -> dict[str, str]:
     """Return the values to choose by the option's name; a wanted value of two options goes to the
     first.
     """
-    found: dict[str, str] = {}
-    for wanted in goal.options:
+    best: dict[str, str] = {}
+    for wanted_value in goal.options:
         free = [
             (name, value)
             for name, values in product.options.items()
-            if name not in found
+            if name not in best
             for value in values
         ]
-        rated = [(alike(value, wanted), value == wanted, name, value) for name, value in free]
+        rated = [
+            (alike(value, wanted_value), value == wanted_value, name, value) for name, value in free
+        ]
         rated = [rating for rating in rated if rating[0] > ALIKE]
         if rated:
             _, _, name, value = max(rated, key=lambda rating: rating[:2])
-            found[name] = value
-    return found
+            best[name] = value
+    return best
 
 
-def type_score(product: ShopProduct, wanted: ShopProduct) -> float:
+def type_score(product: ShopProduct, wanted_product: ShopProduct) -> float:
     """Return how well the kind of thing matches: 0, 0.1, 0.5 or 1."""
-    shared = len(product.nouns & wanted.nouns) / len(wanted.nouns) if wanted.nouns else 0.2
+    shared = (
+        len(product.nouns & wanted_product.nouns) / len(wanted_product.nouns)
+        if wanted_product.nouns
+        else 0.2
+    )
     if shared == 0.0:
         return 0.0
     if shared < 0.1:
         return 0.1
-    categories = set(_parts(product.category)) & set(_parts(wanted.category))
-    return 1.0 if product.query == wanted.query or len(categories) >= 2 or shared > 0.2 else 0.5
+    categories = set(_parts(product.category)) & set(_parts(wanted_product.category))
+    return (
+        1.0
+        if product.query == wanted_product.query or len(categories) >= 2 or shared > 0.2
+        else 0.5
+    )
 
 
 def _parts(category: str) -> list[str]:
     return [part.strip() for part in category.split("›")]
 
 
-def _has(product: ShopProduct, wanted: str) -> bool:
-    if any(alike(own, wanted) > ALIKE for own in product.attributes):
+def _has(product: ShopProduct, attribute: str) -> bool:
+    if any(alike(own, attribute) > ALIKE for own in product.attributes):
         return True
-    told = (product.name, " ".join(product.features), product.description)
-    return any(wanted in text.lower() for text in told)
+    texts = (product.name, " ".join(product.features), product.description)
+    return any(attribute in text.lower() for text in texts)
 
 
 @lru_cache(maxsize=65_536)
-def alike(one: str, other: str) -> float:
+def alike(text: str, other_text: str) -> float:
     """Return how alike two texts are as sets of words, 0 to 100: the token set ratio of fuzzy
     matching.
 
     It is the best of three comparisons: the words in common with each text, those in common first,
     and both texts.
     """
-    first = set(one.lower().split())
-    second = set(other.lower().split())
-    both = " ".join(sorted(first & second))
-    if both and (first <= second or second <= first):
+    first = set(text.lower().split())
+    second = set(other_text.lower().split())
+    common = " ".join(sorted(first & second))
+    if common and (first <= second or second <= first):
         return 100.0
     longer = [
-        " ".join(filter(None, (both, " ".join(sorted(rest)))))
-        for rest in (first - second, second - first)
+        " ".join(filter(None, (common, " ".join(sorted(extra)))))
+        for extra in (first - second, second - first)
     ]
-    pairs = [longer, [both, longer[0]], [both, longer[1]]] if both else [longer]
+    pairs = [longer, [common, longer[0]], [common, longer[1]]] if common else [longer]
     return max(_ratio(*pair) for pair in pairs)
 
 
-def _ratio(one: str, other: str) -> float:
+def _ratio(text: str, other_text: str) -> float:
     """Return twice the longest common subsequence's share of both lengths, 0 to 100."""
-    if not one or not other:
+    if not text or not other_text:
         return 0.0
-    row = [0] * (len(other) + 1)
-    for letter in one:
-        before = 0
-        for column, fellow in enumerate(other, start=1):
-            before, row[column] = (
+    row = [0] * (len(other_text) + 1)
+    for letter in text:
+        previous = 0
+        for column, fellow in enumerate(other_text, start=1):
+            previous, row[column] = (
                 row[column],
-                before + 1 if letter == fellow else max(row[column], row[column - 1]),
+                previous + 1 if letter == fellow else max(row[column], row[column - 1]),
             )
-    return 200.0 * row[-1] / (len(one) + len(other))
+    return 200.0 * row[-1] / (len(text) + len(other_text))
