@@ -412,7 +412,7 @@ async def test_learner_that_dies_or_hangs_in_the_middle_is_succeeded(
 async def test_what_ends_the_sender_is_raised_to_its_owner(
     bus: Bus, spawn: Spawn, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    def fails(*_: object) -> None:
+    def fails(*_: object, **__: object) -> None:
         raise LookupError("nobody foresaw this")
 
     monkeypatch.setattr(
