@@ -84,8 +84,8 @@ def _rows(
     first = demonstrations(domain, episodes=episodes, noise=noise, seed=seed)
     if against is None:
         yield from (
-            ([{"messages": messages} for messages in messages], success)
-            for messages, success in first
+            ([{"messages": messages} for messages in conversations], success)
+            for conversations, success in first
         )
         return
     second = demonstrations(domain, episodes=episodes, noise=against, seed=seed)

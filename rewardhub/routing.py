@@ -236,9 +236,9 @@ def sample_of(group: wire.Group, trajectory: wire.Trajectory) -> Sample:
     """Return the sample of the episode that this trajectory ends."""
     turns = [
         turn
-        for trajectory in group.trajectories
-        if trajectory.episode == trajectory.episode
-        for turn in trajectory.turns
+        for part in group.trajectories
+        if part.episode == trajectory.episode
+        for turn in part.turns
     ]
     return Sample(
         domain=group.domain,

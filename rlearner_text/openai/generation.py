@@ -74,7 +74,7 @@ async def generate(
     )
     if (
         odd := next(
-            (answer_one for answer_one in body.biases if answer_one >= tokenizer.vocab_size), None
+            (token_id for token_id in body.biases if token_id >= tokenizer.vocab_size), None
         )
     ) is not None:
         allowed = f"token ids below {tokenizer.vocab_size}"

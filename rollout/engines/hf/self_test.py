@@ -229,7 +229,7 @@ class _SelfTest:
             )
             for owner, values in zip(owners, self._values(logits), strict=False):
                 rows_of_text[owner].append(values)
-        return [torch.stack(rows_of_text) for rows_of_text in rows_of_text]
+        return [torch.stack(rows) for rows in rows_of_text]
 
     def _values(self, logits: Tensor) -> Tensor:
         return logits.float().log_softmax(-1)[:, self._columns]
