@@ -133,7 +133,7 @@ async def test_last_value_of_an_older_store_is_seen(
     learner, server = await connected(broker, "learner"), await connected(broker, "server")
     may_look = asyncio.Event()
     may_look.set()
-    for module, name in ((jetstream, "find"), (kv, "find")):
+    for module, name in ((jetstream, "find_message"), (kv, "find_message")):
         asked = getattr(module, name)
 
         async def in_time(link: Any, *arguments: Any, asked: Any = asked, **options: Any) -> Any:
