@@ -67,9 +67,9 @@ families: setup
 families-vllm: vllm-env
 	OMP_NUM_THREADS=1 $(VLLM)/python -m bench.families.vllm
 
-# Three files at a time, for most tests wait for processes more than they compute; in the order of their names, which has the longest first
+# Two files at a time, for most tests wait for processes more than they compute; in the order of their names, which has the longest first
 # (chaos) and the shortest last, so that the workers end together. WORKERS=0 runs them one after the other.
-WORKERS ?= 3
+WORKERS ?= 2
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST)
 
