@@ -413,7 +413,8 @@ class SlotsMachine(RuleBasedStateMachine):
         if verdict == "poisonous":
             self.perform(self.slots.condemn(key, "x"))
             return
-        if verdict == "suspect" and key in self.open:
+        # a verdict on a ticket that was lost and came again is too late once its group has begun
+        if verdict == "suspect" and key in self.open and key not in self.slots.begun:
             self.suspects.add(key)
         self.perform(self.slots.admit(key, self.now, alone=verdict == "suspect"))
 
