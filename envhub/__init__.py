@@ -1,3 +1,4 @@
-"""The environment hub, which runs episodes. It may import ``broker``, ``text`` and ``sandbox``
-only.
+"""The environment hub, which runs episodes.
+
+It may import ``broker``, ``rlearner_text`` and ``rlearner_sandbox`` only.
 """

@@ -1,4 +1,4 @@
-"""The command ``envhub``: runs a hub; ``envhub demos`` and ``envhub render`` work without a broker."""
+"""The command ``envhub``: runs a hub; ``demos`` and ``render`` work without a broker."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ EXAMPLES: Final = {
     ],
     "envhub demos": ["envhub demos configs/quickstart.yaml --episodes 100 --out demos.jsonl"],
     "envhub render": [
-        "envhub render configs/quickstart.yaml --task-index 0 --seed 1 --actions R,D,R --out lake.gif"
+        "envhub render configs/quickstart.yaml --task-index 0 --seed 1 --actions R,D,R "
+        "--out lake.gif"
     ],
 }
 
@@ -41,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     command = _COMMANDS.get(arguments[0]) if arguments else None
-    return enter(lambda: _serve(arguments) if command is None else command(arguments[1:]))
+    return enter(lambda: _run_hub(arguments) if command is None else command(arguments[1:]))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -63,7 +64,7 @@ def parser() -> argparse.ArgumentParser:
     return complete(parser, EXAMPLES)
 
 
-def _serve(arguments: Sequence[str]) -> int:
+def _run_hub(arguments: Sequence[str]) -> int:
     from broker.runtime import process
     from envhub.service import serve
 
@@ -94,25 +95,27 @@ def demos_parser() -> argparse.ArgumentParser:
     return complete(parser, EXAMPLES)
 
 
-def _demos(arguments: Sequence[str]) -> int:
+def _write_demos(arguments: Sequence[str]) -> int:
     from broker.settings.runspec import load, validate
     from envhub.demos import write_demonstrations
 
     args = demos_parser().parse_intermixed_args(arguments)
     config = validate(load(args.config, args.overrides))
-    domain_name = args.domain
-    solved = write_demonstrations(
+    success_rate = write_demonstrations(
         config,
-        domain_name,
+        args.domain,
         episodes=args.episodes,
         noise=args.noise,
         out=args.out,
         seed=args.seed,
         against=args.against,
     )
-    print(
-        json.dumps({"out": args.out, "episodes": args.episodes, "success_rate": round(solved, 4)})
-    )
+    report = {
+        "out": args.out,
+        "episodes": args.episodes,
+        "success_rate": round(success_rate, 4),
+    }
+    print(json.dumps(report))
     return 0
 
 
@@ -127,13 +130,15 @@ def render_parser() -> argparse.ArgumentParser:
         "--split", choices=["train", "eval"], default="eval", help="whose tasks (%(default)s)"
     )
     actions = "texts separated by commas, or a JSON list of them"
-    parser.add_argument("--actions", type=_actions, required=True, metavar="R,D,…", help=actions)
+    parser.add_argument(
+        "--actions", type=_parse_actions, required=True, metavar="R,D,…", help=actions
+    )
     parser.add_argument("--title", default="", metavar="TEXT", help="written above each picture")
     parser.add_argument("--out", required=True, metavar="FILE.gif", help="GIF file to write")
     return complete(parser, EXAMPLES)
 
 
-def _render(arguments: Sequence[str]) -> int:
+def _render_gif(arguments: Sequence[str]) -> int:
     from broker.settings.runspec import load, validate
     from envhub.episodes.render import write_gif
 
@@ -143,9 +148,9 @@ def _render(arguments: Sequence[str]) -> int:
         config,
         args.domain,
         args.task_index,
-        args.seed,
-        args.actions,
-        args.out,
+        seed=args.seed,
+        actions=args.actions,
+        out=args.out,
         split=args.split,
         title=args.title,
     )
@@ -160,9 +165,11 @@ def _offline_parser(command: str, description: str) -> argparse.ArgumentParser:
     return parser
 
 
-def _actions(text: str) -> list[str]:
+def _parse_actions(text: str) -> list[str]:
+    if not text:
+        return []
     if not text.lstrip().startswith("["):
-        return text.split(",") if text else []
+        return text.split(",")
     try:
         actions = json.loads(text)
     except ValueError:
@@ -172,7 +179,10 @@ def _actions(text: str) -> list[str]:
     return actions
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"demos": _demos, "render": _render}
+_COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "demos": _write_demos,
+    "render": _render_gif,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from envhub.domain import Domain
     from rlearner_text.tokenizer import Tokenizer
 
-EVAL_TASKS: Final = 256  # per domain, if `eval.tasks` is null and every domain has as many
+# per domain, if `eval.tasks` is null and every domain has as many
+EVAL_TASKS: Final = 256
 
 
 class EnvhubSection(Section):
@@ -38,8 +39,8 @@ class EnvhubSection(Section):
     pass_env: tuple[str, ...] = ()
     # a hub that has lost this many threads in environments exits
     max_hung_threads: PositiveInt = 256
-    # failed tickets of a domain in a row (at most those played at once, at least 2) before it waits
-    # for a good trial
+    # failed tickets of a domain in a row (at most those played at once, at least 2), after which it
+    # waits for a good trial
     broken_after: PositiveInt = 5
     # how long a complete group waits for scores that reward hubs are computing
     score_wait_s: PositiveFloat = 10.0
@@ -47,8 +48,7 @@ class EnvhubSection(Section):
 
 
 def check(config: dict[str, Any]) -> None:
-    """Refuse domains that cannot run: unknown environment, bad data, or numbers that contradict
-    each other.
+    """Refuse domains that cannot run: unknown environment, bad data, contradicting numbers.
 
     Raises:
         ConfigError: names the key, its value and what is allowed.
@@ -68,8 +68,7 @@ def check(config: dict[str, Any]) -> None:
 
 
 def check_templates(config: dict[str, Any], tokenizer: Tokenizer | None) -> None:
-    """Check that the model's chat template renders each domain's turns, with its system prompt and
-    tools.
+    """Check that the model's chat template renders each domain's system prompt, tools and turns.
 
     Args:
         tokenizer: of the run's model; None if it is not known yet.
@@ -88,8 +87,7 @@ def check_templates(config: dict[str, Any], tokenizer: Tokenizer | None) -> None
 
 
 def data_digests(config: dict[str, Any]) -> dict[str, str]:
-    """Return the content digest of every data file that the run's hubs read, for
-    ``RunSpec.data_digests``.
+    """Return the digest of every data file that the hubs read, for ``RunSpec.data_digests``.
 
     Raises:
         UserError: if a file cannot be read.
@@ -116,29 +114,25 @@ def num_eval_tasks(config: dict[str, Any]) -> int:
     """
     from envhub.domain import load_domains
 
-    num_wanted = config["eval"]["tasks"]
-    least = EVAL_TASKS
+    requested = config["eval"]["tasks"]
+    fewest = EVAL_TASKS
     for name, domain in load_domains(config).items():
-        num_present = domain.num_tasks("eval")
-        if num_present is None:
+        available = domain.num_tasks("eval")
+        if available is None:
             continue
-        if not num_present:
+        if not available:
             allowed = f"domain {name} has no held-out tasks; eval.every_steps=0 measures none"
-            raise ConfigError("eval.tasks", num_wanted or EVAL_TASKS, allowed)
-        if num_wanted is not None and num_wanted > num_present:
+            raise ConfigError("eval.tasks", requested or EVAL_TASKS, allowed)
+        if requested is not None and requested > available:
             raise ConfigError(
-                "eval.tasks",
-                num_wanted,
-                f"at most {num_present}, the held-out tasks of domain {name}",
+                "eval.tasks", requested, f"at most {available}, the held-out tasks of domain {name}"
             )
-        least = min(least, num_present)
-    return least if num_wanted is None else int(num_wanted)
+        fewest = min(fewest, available)
+    return fewest if requested is None else int(requested)
 
 
 def domain_eval_tasks(config: dict[str, Any]) -> dict[str, int | None]:
-    """Return how many different held-out tasks each domain has, None if endless; ``config`` is
-    validated.
-    """
+    """Return how many held-out tasks each domain of a validated config has; None: endless."""
     from envhub.domain import load_domains
 
     return {name: domain.num_tasks("eval") for name, domain in load_domains(config).items()}
@@ -150,21 +144,23 @@ def _check_numbers(domain: Domain, config: dict[str, Any]) -> None:
     section = domain.section
     key = f"domains.{domain.name}"
     context = section.max_context_tokens
-    answer = section.sampling.max_tokens
-    least = section.min_group_size
-    if least is not None and least > section.group_size:
+    max_tokens = section.sampling.max_tokens
+    min_group_size = section.min_group_size
+    if min_group_size is not None and min_group_size > section.group_size:
         raise ConfigError(
-            f"{key}.min_group_size", least, f"at most group_size, which is {section.group_size}"
+            f"{key}.min_group_size",
+            min_group_size,
+            f"at most group_size, which is {section.group_size}",
         )
-    if answer >= context:
+    if max_tokens >= context:
         raise ConfigError(
             f"{key}.sampling.max_tokens",
-            answer,
+            max_tokens,
             f"less than max_context_tokens, which is {context}",
         )
-    served_tokens = (config.get("rollout") or {}).get("max_context_tokens")
-    if served_tokens is not None and context > served_tokens:
-        allowed = f"at most rollout.max_context_tokens, which is {served_tokens}"
+    server_limit = (config.get("rollout") or {}).get("max_context_tokens")
+    if server_limit is not None and context > server_limit:
+        allowed = f"at most rollout.max_context_tokens, which is {server_limit}"
         raise ConfigError(f"{key}.max_context_tokens", context, allowed)
     if issubclass(domain.environment, AgentEnvironment):
         check_section(domain.name, section, domain.args)
@@ -178,7 +174,9 @@ def _check_demonstrations(domains: dict[str, Domain], section: dict[str, Any]) -
         return
     from envhub.envs.base import can_demonstrate
 
-    name = section.get("domain") or (next(iter(domains)) if len(domains) == 1 else "")
+    name = section.get("domain") or ""
+    if not name and len(domains) == 1:
+        name = next(iter(domains))
     if name not in domains:
         raise ConfigError("warm_start.domain", name, f"one of {', '.join(domains) or 'no domains'}")
     if not can_demonstrate(domains[name].environment):

@@ -2,16 +2,15 @@
 
 With ``context: full`` an episode is one conversation and one training sample. With ``context:
 steps`` each turn is a conversation and a sample: the opening, the last ``history_length`` turns and
-the present observation in one user message. All samples of an episode share its number and its
-total reward (Feng et al., GiGPO, arXiv 2505.10978, section 4), so contexts stay short in long
-episodes. ``memory`` names a function to use instead of ``recent``; it may summarise.
+the present observation in one user message, so contexts stay short in long episodes. All samples of
+an episode share its number and its total reward (Feng et al., GiGPO, arXiv 2505.10978, section 4).
+``memory`` names a function to use instead of ``recent``; it may summarise.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from broker.errors import ConfigError
 from broker.settings.registry import check_call, resolve
@@ -20,8 +19,7 @@ Memory = Callable[[str, Sequence[tuple[str, str]], str, int], str]
 
 
 def recent(opening: str, past: Sequence[tuple[str, str]], now: str, history_length: int) -> str:
-    """Return a turn's prompt, by lines: the opening, the last turns (observation, action), the
-    present observation.
+    """Return a turn's prompt: the opening, the last turns and the present observation.
 
     Args:
         opening: the episode's first observation.
@@ -32,11 +30,11 @@ def recent(opening: str, past: Sequence[tuple[str, str]], now: str, history_leng
     if not past:
         return opening
     first = max(0, len(past) - history_length)
-    # the first turn's observation is the opening
-    turns = [
-        part for i, turn in enumerate(past) if i >= first for part in (turn[1:] if i == 0 else turn)
-    ]
-    return "\n".join([opening, *turns, now])
+    parts = [part for turn in past[first:] for part in turn]
+    if first == 0:
+        # the first turn's observation is the opening
+        del parts[0]
+    return "\n".join([opening, *parts, now])
 
 
 def load_memory(key: str, name: str) -> Memory:
@@ -46,11 +44,10 @@ def load_memory(key: str, name: str) -> Memory:
         ConfigError: if there is no such function.
     """
     try:
-        found: Any = resolve("memories", name, {"recent": "envhub.context:recent"})
+        memory: Memory = resolve("memories", name, {"recent": "envhub.context:recent"})
     except ConfigError as error:
         raise ConfigError(key, name, error.allowed) from None
-    check_call(key, name, found, ("opening", "past", "now", "history_length"))
-    memory: Memory = found
+    check_call(key, name, memory, ("opening", "past", "now", "history_length"))
     return memory
 
 

@@ -1,6 +1,4 @@
-"""Writes conversations of an imperfect solver for the warm start, with the prompts that the hub
-makes.
-"""
+"""Writes conversations of an imperfect solver for the warm start, with a hub's prompts."""
 
 from __future__ import annotations
 
@@ -45,8 +43,7 @@ def write_demonstrations(
     seed: int = 0,
     against: float | None = None,
 ) -> float:
-    """Write conversations as JSONL, one ``{"messages": [...]}`` a line. Return the share that
-    solved their task.
+    """Write conversations as JSONL, ``{"messages": [...]}`` a line. Return the share of successes.
 
     With ``against`` each task is played again with that noise; for each task that only the first
     solved, a line is the pair ``{"chosen": [...], "rejected": [...]}``. The file appears complete
@@ -56,20 +53,20 @@ def write_demonstrations(
         UserError: if the domain is unknown, its environment has no solver, or the file cannot be
             written.
     """
-    picked = pick_domain(config, domain)
-    if not can_demonstrate(picked.environment):
+    selected_domain = pick_domain(config, domain)
+    if not can_demonstrate(selected_domain.environment):
         raise ConfigError(
             "--domain",
-            picked.name,
-            f"environment {picked.section.env} has no solver for demonstrations",
+            selected_domain.name,
+            f"environment {selected_domain.section.env} has no solver for demonstrations",
         )
-    picked.check()
+    selected_domain.check()
     target = Path(out)
     solved = 0
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with draft_of(target) as draft, draft.open("w", encoding="utf-8") as file:
-            for rows, success in _rows(picked, episodes, noise, seed, against):
+            for rows, success in _iter_rows(selected_domain, episodes, noise, seed, against):
                 solved += success
                 file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     except OSError as error:
@@ -77,36 +74,35 @@ def write_demonstrations(
     return solved / episodes
 
 
-def _rows(
+def _iter_rows(
     domain: Domain, episodes: int, noise: float, seed: int, against: float | None
 ) -> Iterator[tuple[list[dict[str, Any]], bool]]:
     """Yield each episode's lines, and whether the first player solved its task."""
     first = demonstrations(domain, episodes=episodes, noise=noise, seed=seed)
     if against is None:
         yield from (
-            ([{"messages": messages} for messages in conversations], success)
-            for conversations, success in first
+            ([{"messages": messages} for messages in conversations], is_solved)
+            for conversations, is_solved in first
         )
         return
     second = demonstrations(domain, episodes=episodes, noise=against, seed=seed)
-    for (messages, success), (others, other_success) in zip(first, second, strict=True):
+    for (conversations, is_solved), (other_conversations, is_other_solved) in zip(
+        first, second, strict=True
+    ):
         if domain.memory is not None:
             raise UserError(
                 f"domains.{domain.name}.context: pairs need whole conversations, not context steps"
             )
-        yield (
-            [{"chosen": messages[0], "rejected": others[0]}]
-            if success and not other_success
-            else [],
-            success,
-        )
+        rows = []
+        if is_solved and not is_other_solved:
+            rows = [{"chosen": conversations[0], "rejected": other_conversations[0]}]
+        yield rows, is_solved
 
 
 def demonstrations(
     domain: Domain, *, episodes: int, noise: float, seed: int
 ) -> Iterator[tuple[list[Messages], bool]]:
-    """Yield each episode's conversations and success, on training tasks 0, 1, 2, …, each with its
-    own seed.
+    """Yield each episode's conversations and success, on training tasks 0, 1, 2 and so on.
 
     An episode is one conversation, or one per turn with context steps.
     """
@@ -115,7 +111,8 @@ def demonstrations(
         inspect.iscoroutinefunction(getattr(environment, method)) for method in ("reset", "step")
     ):
         raise UserError(
-            f"environment {domain.section.env} is asynchronous; demonstrations need plain reset and step"
+            f"environment {domain.section.env} is asynchronous; "
+            "demonstrations need plain reset and step"
         )
     rng = np.random.default_rng([seed, 1])
     for index in range(episodes):

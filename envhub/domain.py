@@ -42,27 +42,23 @@ class Domain:
         return environment
 
     def steps(self) -> StepContext | None:
-        """Return a memory for one episode with context steps; None if the whole conversation is
-        shown.
-        """
-        return (
-            None if self.memory is None else StepContext(self.memory, self.section.history_length)
-        )
+        """Return a memory for one episode with context steps, None for whole conversations."""
+        if self.memory is None:
+            return None
+        return StepContext(self.memory, self.section.history_length)
 
     def messages(self, observation: str) -> list[dict[str, str]]:
         """Return the conversation before the first action."""
-        system = (
-            [{"role": "system", "content": self.section.system_prompt}]
-            if self.section.system_prompt
-            else []
-        )
-        return [*system, {"role": "user", "content": observation}]
+        messages = [{"role": "user", "content": observation}]
+        if self.section.system_prompt:
+            messages.insert(0, {"role": "system", "content": self.section.system_prompt})
+        return messages
 
     @cached_property
     def tools(self) -> str:
         """The environment's tools as JSON, empty if it has none."""
-        tools = self.environment.tools(self.args)
-        return json.dumps(tools) if tools else ""
+        functions = self.environment.tools(self.args)
+        return json.dumps(functions) if functions else ""
 
     @cached_property
     def make_estimator(self) -> EstimatorChoice:
@@ -76,8 +72,7 @@ class Domain:
         )
 
     def check(self) -> None:
-        """Check that the environment can run with its arguments, and the length estimator; reads
-        data files.
+        """Check that environment and length estimator can run; reads data files.
 
         Raises:
             ConfigError: names ``domains.<name>.env_args.<key>``, or the key of the estimator.
@@ -128,7 +123,8 @@ def load_domain(name: str, section: DomainSection, adv_estimator: str = "") -> D
 
 def _check_methods(key: str, name: str, environment: type[Environment]) -> None:
     if issubclass(environment, AgentEnvironment):
-        return  # its program acts
+        # its program acts
+        return
     check_method(key, name, environment, "reset", ("task_index", "split", "seed"), base=Environment)
     check_method(key, name, environment, "step", ("text",), base=Environment)
     if environment.tools.__func__ is not Environment.tools.__func__:  # type: ignore[attr-defined]

@@ -28,7 +28,7 @@ def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
     findings = []
     for name, domain in load_domains(config).items():
         if issubclass(domain.environment, AgentEnvironment) and isinstance(domain.args, AgentArgs):
-            findings.append(_program(f"domains.{name}.env_args", domain.args))
+            findings.append(_check_program(f"domains.{name}.env_args", domain.args))
     return [finding for finding in findings if finding is not None]
 
 
@@ -40,23 +40,22 @@ def _check_hub_template(config: dict[str, Any]) -> None:
         or is_local(path)
         or any(finding.status != "ok" for finding in check_hub_name(path, "model.path"))
     ):
-        return  # checked already, or reported by the rollout server's checks
+        # checked already, or reported by the rollout server's checks
+        return
     check_templates(config, check_trained_model(model, has_weights=False, from_hub=True))
 
 
 def references(config: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
-    """Return each domain's reference answers with their places in its data; ``config`` is
-    validated.
-    """
+    """Return the reference answers of a validated config's domains, with their places."""
     return {
         name: domain.environment.references(domain.args)
         for name, domain in load_domains(config).items()
     }
 
 
-def _program(key: str, args: AgentArgs) -> PreflightFinding | None:
+def _check_program(key: str, args: AgentArgs) -> PreflightFinding | None:
     """Check one program; None if it is not a Python file that can be found."""
-    interpreter, file = _file(args)
+    interpreter, file = _program_file(args)
     if file is None or not file.is_file():
         return None
     try:
@@ -73,11 +72,11 @@ def _program(key: str, args: AgentArgs) -> PreflightFinding | None:
     return PreflightFinding("agents", key, "missing", problem, f"{interpreter} {fix}")
 
 
-def _file(args: AgentArgs) -> tuple[str, Path | None]:
+def _program_file(args: AgentArgs) -> tuple[str, Path | None]:
     """Return the program's interpreter and its file."""
     if args.function:
-        file = args.function.rpartition(":")[0]
-        return sys.executable, Path(file) if file.endswith(".py") else _source(file)
+        source = args.function.rpartition(":")[0]
+        return sys.executable, Path(source) if source.endswith(".py") else _module_file(source)
     program, *arguments = args.command
     if (
         not Path(program).name.startswith(PYTHON)
@@ -88,8 +87,8 @@ def _file(args: AgentArgs) -> tuple[str, Path | None]:
     return sys.executable if program == PYTHON else program, Path(args.cwd or "", arguments[0])
 
 
-def _source(module: str) -> Path | None:
-    """Return a module's file, found through its top-level package: finding more would import it."""
+def _module_file(module: str) -> Path | None:
+    """Return a module's file, by its top-level package: finding a submodule would import it."""
     top, *inner = module.split(".")
     try:
         spec = find_spec(top)
@@ -97,6 +96,6 @@ def _source(module: str) -> Path | None:
         return None
     if spec is None or not spec.origin:
         return None
-    return (
-        Path(spec.origin).parent.joinpath(*inner).with_suffix(".py") if inner else Path(spec.origin)
-    )
+    if not inner:
+        return Path(spec.origin)
+    return Path(spec.origin).parent.joinpath(*inner).with_suffix(".py")

@@ -60,11 +60,14 @@ from rlearner_text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
-PLAYED_ELSEWHERE_S: Final = 30.0  # before a ticket that another hub plays alone is delivered again
-FAREWELL_S: Final = 10.0  # for the last publishes and hand-backs
+# of a ticket that another hub plays alone
+REDELIVERY_DELAY_S: Final = 30.0
+# for the last publishes and hand-backs
+FAREWELL_S: Final = 10.0
 # without any rollout server, before a drain waits no longer: nothing could be sampled
 UNSERVED_S: Final = 2.0
-LAST_EXCHANGE_S: Final = 2.0  # for what the hub has learnt about lengths
+# for what the hub has learnt about lengths
+LAST_EXCHANGE_S: Final = 2.0
 
 
 class TooManyHung(RlearnerError):
@@ -98,7 +101,7 @@ class EnvironmentHub:
         self.member = member
         self.spec = member.spec
         self._names = list(names)
-        self.domains = _serving(load_domains(config), self._names)
+        self.domains = _select_domains(load_domains(config), self._names)
         for domain in self.domains.values():
             domain.check()
             sandboxed.require(domain)
@@ -109,6 +112,7 @@ class EnvironmentHub:
         context = max(domain.section.max_context_tokens for domain in self.domains.values())
         self.servers = ServerRoster(
             member.bus,
+            # late, as the generator is made from this roster
             lambda: self.generator.in_use(),
             random.Random(),
             size=sample_size(n or self.settings.n, context),
@@ -122,19 +126,19 @@ class EnvironmentHub:
             seconds(self.settings.episode_timeout_s), seconds(self.settings.generate_timeout_s)
         )
         self.slots = slots.EpisodeSlots(n or self.settings.n, self.settings.max_retries)
-        nurseries = WorkerPools(self.settings.worker_memory_mib, self.settings.pass_env)
+        worker_pools = WorkerPools(self.settings.worker_memory_mib, self.settings.pass_env)
         calls = EnvironmentCalls(self.settings.step_timeout_s, clock.timeout)
-        self.players = EpisodeRunners(
-            tokenizer, self.generator, calls, limits, nurseries, max_workers=self.slots.n
+        self.runners = EpisodeRunners(
+            tokenizer, self.generator, calls, limits, worker_pools, max_workers=self.slots.n
         )
-        self.players.clock = clock
-        self.players.spans = member.spans
+        self.runners.clock = clock
+        self.runners.spans = member.spans
         self.health = WorkHealth(
             "domain", self.domains, self._broken_after, trial=self._trial, changed=member.poke
         )
         self.lengths = LengthStore(member.bus, self._predictors)
         self.tally = HubMetrics()
-        self.turnstile = QueueTurns(self.slots)
+        self.queue_turns = QueueTurns(self.slots)
         self.attempts = AttemptNotes(member.bus, member.id)
         self.outbox = TicketOutbox(member, self.tally, self.attempts)
         self._traces = TracebackLog()
@@ -152,15 +156,15 @@ class EnvironmentHub:
         self.member.spawn(self.servers.serve())
         self.member.spawn(self._watch_servers())
         self.member.spawn(self.lengths.serve())
-        self.member.spawn(TicketReruns(self.member, self.players, self.domains).serve())
+        self.member.spawn(TicketReruns(self.member, self.runners, self.domains).serve())
         for name in self.domains:
             self._open_feeds(name)
-        stopping = asyncio.create_task(self.member.stop.asked.wait())
+        stop_request = asyncio.create_task(self.member.stop.asked.wait())
         try:
-            while not stopping.done():
+            while not stop_request.done():
                 feeds = [feed for of_domain in self._feeds.values() for feed in of_domain]
                 await asyncio.wait(
-                    {stopping, *feeds}, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED
+                    {stop_request, *feeds}, timeout=TICK_S, return_when=asyncio.FIRST_COMPLETED
                 )
                 for feed in feeds:
                     if feed.done():
@@ -169,10 +173,11 @@ class EnvironmentHub:
                 self._tick()
                 self._count_hung()
         finally:
-            tasks = [stopping, *(feed for of_domain in self._feeds.values() for feed in of_domain)]
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            feeds = [feed for of_domain in self._feeds.values() for feed in of_domain]
+            for waiting in (stop_request, *feeds):
+                waiting.cancel()
+            await asyncio.gather(stop_request, *feeds, return_exceptions=True)
+            # only now: a feed could still take tickets
             await self._drain()
 
     def _open_feeds(self, domain: str) -> None:
@@ -182,8 +187,8 @@ class EnvironmentHub:
     def _broken_after(self, domain: str) -> int:
         """Return after how many failed tickets in a row a domain counts as broken here.
 
-        Never after one, nor after more than are played at once: where each attempt times out, that
-        takes minutes.
+        At least two, and at most as many as are played at once: where each attempt times out, more
+        would take minutes.
         """
         at_once = self.slots.n // self.domains[domain].section.group_size
         return min(self.settings.broken_after, max(at_once, 2))
@@ -192,17 +197,22 @@ class EnvironmentHub:
         group_size = self.domains[domain].section.group_size
         if stream is EVALTICKETS:
             group_size = (self.spec.config.get("eval") or {}).get("group_size", 1)
-        of_hub = (
-            self.accept,
-            self._episodes_in_hand,
-            partial(self._ready, domain),
-            self.servers.changed,
+        return TicketFeed(
+            self.member,
+            self.queue_turns,
+            stream,
+            domain=domain,
+            group_size=group_size,
+            accept=self.accept,
+            in_hand=self._episodes_in_hand,
+            ready=partial(self._ready, domain),
+            changed=self.servers.changed,
         )
-        return TicketFeed(self.member, self.turnstile, stream, domain, group_size, *of_hub)
 
     def _episodes_in_hand(self, stream: Stream) -> int:
+        assignments = [ticket.assignment for ticket in self._in_hand.values()]
         return sum(
-            held.asked.group_size for held in self._in_hand.values() if held.asked.stream is stream
+            assignment.group_size for assignment in assignments if assignment.stream is stream
         )
 
     async def _drain(self) -> None:
@@ -218,13 +228,15 @@ class EnvironmentHub:
             self._tick()
         self._perform(self.slots.expire())
         await self.health.close()
+        # before the connections close: what is not stored is played again elsewhere
         await self.outbox.empty(FAREWELL_S)
         if not ends_now:
+            # a slow broker must not delay the end
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_EXCHANGE_S):
                     await self.lengths.exchange()
         await self.client.close()
-        await self.players.close()
+        await self.runners.close()
         if self.outbox.failure is not None:
             raise self.outbox.failure
 
@@ -233,11 +245,10 @@ class EnvironmentHub:
         epoch = self.member.spec.epoch
         if self.member.spec is not self.spec:
             self._follow_spec()
-        members = (*self.servers.all(), *self.servers.learners())
         versions = [
-            member.policy_version
-            for member in members
-            if member.policy == wire.ACTOR and member.epoch == epoch
+            presence.policy_version
+            for presence in (*self.servers.all(), *self.servers.learners())
+            if presence.policy == wire.ACTOR and presence.epoch == epoch
         ]
         self._perform(self.slots.advanced(max(versions, default=-1)))
         self._perform(
@@ -250,13 +261,13 @@ class EnvironmentHub:
 
     def _abandon_lapsed(self) -> None:
         """Abandon the tickets that other hubs may play by now, before anything ends them."""
-        lapsed = [key for key, held in self._in_hand.items() if held.delivery.has_lapsed]
-        if lapsed:
+        lapsed_keys = [key for key, ticket in self._in_hand.items() if ticket.delivery.has_lapsed]
+        if lapsed_keys:
             log.warning(
                 "%d tickets abandoned: other hubs may play them, since this one did not run",
-                len(lapsed),
+                len(lapsed_keys),
             )
-            self._perform(self.slots.abandon(lapsed))
+            self._perform(self.slots.abandon(lapsed_keys))
 
     def _count_hung(self) -> None:
         """Exit in good order when too many threads hang: a thread cannot be stopped.
@@ -264,33 +275,30 @@ class EnvironmentHub:
         Raises:
             TooManyHung: if ``envhub.max_hung_threads`` is reached.
         """
-        hung = self.players.calls.hung
+        hung = self.runners.calls.hung
         if hung >= self.settings.max_hung_threads:
             raise TooManyHung(
-                f"{hung} threads hang in environments (envhub.max_hung_threads); set isolation: process"
+                f"{hung} threads hang in environments (envhub.max_hung_threads); "
+                "set isolation: process"
             )
 
     def _follow_spec(self) -> None:
-        """Adopt a new epoch: versions may have gone back, and settings and domains may have
-        changed.
-        """
+        """Adopt a new epoch: versions may be lower, and settings and domains other ones."""
         self.spec = self.member.spec
+        # a run that resumed may be at a lower version than before
         self.slots.version = -1
         domains = load_domains(self.spec.config)
-        wanted_domains = {
-            name: domain
-            for name, domain in domains.items()
-            if not self._names or name in self._names
-        }
-        for name in self.domains.keys() - wanted_domains.keys():
+        if self._names:
+            domains = {name: domain for name, domain in domains.items() if name in self._names}
+        for name in self.domains.keys() - domains.keys():
             self._leave_domain(name)
-        for name, domain in wanted_domains.items():
+        for name, domain in domains.items():
             if domain == self.domains.get(name):
                 continue
             log.info("domain %s %s", name, "has new settings" if name in self.domains else "is new")
             domain.check()
             self._retire(name)
-            self.players.lengths.renew(name, domain.make_estimator)
+            self.runners.lengths.renew(name, domain.make_estimator)
             self.domains[name] = domain
             self.health.renew(name)
             if name not in self._feeds:
@@ -303,18 +311,16 @@ class EnvironmentHub:
         del self.domains[name]
         for feed in self._feeds.pop(name):
             feed.cancel()
-        keys = [key for key, in_hand in self._in_hand.items() if in_hand.asked.domain == name]
+        keys = [key for key, ticket in self._in_hand.items() if ticket.assignment.domain == name]
         self._perform(self.slots.hand_back(keys, 0.0, f"the run no longer has domain {name}"))
         self._retire(name)
 
     def _retire(self, name: str) -> None:
-        for environment in self.players.idle.pop(name, []):
-            self.players.calls.retire(environment)
+        for environment in self.runners.idle.pop(name, []):
+            self.runners.calls.retire(environment)
 
     async def _watch_servers(self) -> None:
-        """Close connections to servers that left or are no longer followed; their pending requests
-        fail at once.
-        """
+        """Close connections to servers that are no longer followed; requests there then fail."""
         while True:
             await self.servers.changed(1.0)
             addresses = {presence.address for presence in self.servers.all()}
@@ -323,19 +329,19 @@ class EnvironmentHub:
             self._addresses = addresses
 
     def _serves_someone(self, stream: Stream) -> bool:
-        """Decide whether a queue's tickets can be played: a deadline should not run while no server
-        is there.
-        """
+        """Return whether a server can play a queue's tickets; else only their deadlines run."""
         policies = {server.policy for server in self.servers.all() if server.state == "serving"}
-        return wire.ACTOR in policies if stream is TICKETS else bool(policies)
+        if stream is TICKETS:
+            return wire.ACTOR in policies
+        return bool(policies)
 
     def _ready(self, domain: str, stream: Stream) -> bool:
-        """Decide whether a queue's tickets can be played here at present."""
+        """Return whether a queue's tickets can be played here at present."""
         return self.health.takes(domain) and self._serves_someone(stream)
 
     def _predictors(self) -> dict[str, tuple[str, LengthPredictor]]:
         """Return the predictor of each domain's lengths, with the name of its estimator."""
-        lengths = self.players.lengths
+        lengths = self.runners.lengths
         return {
             name: (
                 domain.section.length_estimator,
@@ -347,198 +353,205 @@ class EnvironmentHub:
     # -- tickets in
 
     def accept(self, stream: Stream, domain: str, delivery: Delivery) -> int:
-        """Take one delivery of a queue. Return its group size, 0 if the message is not a ticket of
-        that queue.
-        """
-        ticket = delivery.message
-        if ticket is None or getattr(ticket, "domain", None) != domain:
+        """Take one delivery of a queue and return its group size; 0: not a ticket of that queue."""
+        message = delivery.message
+        if message is None or getattr(message, "domain", None) != domain:
             problem = delivery.error or f"a ticket of another domain in the queue of {domain}"
             self.outbox.refuse(stream, domain, delivery, problem)
             return 0
-        assigned = assignment(ticket)
-        held = self._in_hand.get(assigned.key)
-        if held is not None:
-            held.delivery = delivery  # a redelivery: acknowledge the newest
-            return assigned.group_size
+        ticket_assignment = assignment(message)
+        key = ticket_assignment.key
+        ticket = self._in_hand.get(key)
+        if ticket is not None:
+            # a redelivery: acknowledge the newest
+            ticket.delivery = delivery
+            return ticket_assignment.group_size
         of_domain = self.domains[domain]
-        judged = partial(self._judged, assigned.key)
         early = EarlyScores(
-            self.member.bus, assigned, of_domain.section, self.settings.score_wait_s, judged
+            self.member.bus,
+            ticket_assignment,
+            of_domain.section,
+            wait_s=self.settings.score_wait_s,
+            judged=partial(self._judged, key),
         )
-        held = InHand(assigned, delivery, of_domain, early)
-        if not self.health.takes(domain):  # fetched just before the domain counted as broken
-            self.outbox.hand_back(held, self.health.delay_s(domain), "its domain fails here")
-            return assigned.group_size
+        ticket = InHand(ticket_assignment, delivery, of_domain, early)
+        # fetched just before the domain counted as broken
+        if not self.health.takes(domain):
+            self.outbox.hand_back(ticket, self.health.delay_s(domain), "its domain fails here")
+            return ticket_assignment.group_size
         if stream is TICKETS and (traces := self.member.spans.traces) is not None:
             traces.add(
                 "deliver",
-                assigned.number,
+                ticket_assignment.number,
                 delivery.stored_at,
                 time.time(),
                 deliveries=delivery.num_delivered,
             )
         drop_late = (self.spec.config.get("train") or {}).get("on_late") == "drop"
-        self._in_hand[assigned.key] = held
-        job = assigned.job(
+        self._in_hand[key] = ticket
+        job = ticket_assignment.job(
             delivery.num_delivered,
             drop_late=drop_late,
             straggler_factor=of_domain.section.straggler_factor,
         )
         if delivery.num_delivered == 1:
             self._perform(self.slots.offer(job, self.servers.clock.now()))
-            return assigned.group_size
+            return ticket_assignment.group_size
         self._perform(self.slots.hold(job))
-        if self._in_hand.get(assigned.key) is held:
-            self.member.spawn(self._judge(held))
-        return assigned.group_size
+        if self._in_hand.get(key) is ticket:
+            self.member.spawn(self._judge(ticket))
+        return ticket_assignment.group_size
 
-    async def _judge(self, held: InHand) -> None:
+    async def _judge(self, ticket: InHand) -> None:
         """Begin a redelivered ticket, unless it has killed hubs."""
-        key = held.asked.key
-        judgement = await self.attempts.judge(held.asked, held.delivery.num_delivered)
-        if self._in_hand.get(key) is not held:
+        key = ticket.assignment.key
+        judgement = await self.attempts.judge(ticket.assignment, ticket.delivery.num_delivered)
+        if self._in_hand.get(key) is not ticket:
             return
         if judgement is None:
             self._perform(
-                self.slots.hand_back([key], PLAYED_ELSEWHERE_S, "another hub plays it alone")
+                self.slots.hand_back([key], REDELIVERY_DELAY_S, "another hub plays it alone")
             )
             return
-        held.judgement = judgement
+        ticket.judgement = judgement
         if judgement.poisonous:
-            detail = f"{judgement.deaths} hubs died while playing this ticket, the last one while playing nothing else"
-            self._perform(self.slots.condemn(key, detail))
+            detail = (
+                f"{judgement.deaths} hubs died while playing this ticket, "
+                "the last one while playing nothing else"
+            )
+            self._perform(self.slots.close_poisonous(key, detail))
             return
         if judgement.alone:
             log.warning("%s may have killed %d hubs; playing it alone", key, judgement.deaths)
         self._perform(self.slots.admit(key, self.servers.clock.now(), alone=judgement.alone))
 
-    async def _begin(self, held: InHand) -> None:
+    async def _begin(self, ticket: InHand) -> None:
         """Note that this hub plays a redelivered ticket, before its first episode."""
-        async with held.beginning:
-            if held.judgement is not None and not held.begun:
-                await self.attempts.begin(held.asked, held.judgement)
-                held.begun = True
+        async with ticket.note_lock:
+            if ticket.judgement is not None and not ticket.is_noted:
+                await self.attempts.begin(ticket.assignment, ticket.judgement)
+                ticket.is_noted = True
 
     # -- actions
 
     def _perform(self, actions: list[slots.Action]) -> None:
         for action in actions:
-            held = self._in_hand[action.key]
+            ticket = self._in_hand[action.key]
             match action:
                 case slots.StartEpisode(key, episode, attempt):
-                    held.names[episode] = f"{self.member.id}.{key}.{episode}.{attempt}"
-                    held.tasks[episode] = asyncio.create_task(
-                        self._play(key, held, episode, held.names[episode])
+                    ticket.task_ids[episode] = f"{self.member.id}.{key}.{episode}.{attempt}"
+                    ticket.tasks[episode] = asyncio.create_task(
+                        self._play(key, ticket, episode, ticket.task_ids[episode])
                     )
                 case slots.HurryEpisode(_, episode):
-                    self.generator.hurry(held.names[episode])
+                    self.generator.hurry(ticket.task_ids[episode])
                 case slots.AbortEpisode(_, episode):
-                    held.cut.append(
-                        self.generator.open.length(held.names[episode], self.servers.clock.now())
+                    ticket.cut_lengths.append(
+                        self.generator.open.length(
+                            ticket.task_ids[episode], self.servers.clock.now()
+                        )
                     )
-                    held.tasks.pop(episode).cancel()
+                    ticket.tasks.pop(episode).cancel()
                 case slots.FinishGroup(key, episodes):
                     del self._in_hand[key]
-                    self.health.settled(held.domain.name, key)
+                    self.health.settled(ticket.domain.name, key)
                     self.tally.add_lengths(
-                        [held.played[episode].num_tokens for episode in episodes], held.cut
+                        [ticket.results[episode].num_tokens for episode in episodes],
+                        ticket.cut_lengths,
                     )
-                    self.outbox.finish(held, [held.played[episode] for episode in episodes])
+                    self.outbox.finish(ticket, [ticket.results[episode] for episode in episodes])
                 case slots.CloseTicket(key, reason, detail):
                     del self._in_hand[key]
-                    self.health.settled(held.domain.name, key)
-                    self.outbox.close(held, reason, detail)
+                    self.health.settled(ticket.domain.name, key)
+                    self.outbox.close(ticket, reason, detail)
                 case slots.HandBack(key, delay_s, detail):
                     del self._in_hand[key]
-                    self.outbox.hand_back(held, delay_s, detail)
+                    self.outbox.hand_back(ticket, delay_s, detail)
                 case slots.AbandonTicket(key):
                     del self._in_hand[key]
-                    self.outbox.abandon(held)
+                    self.outbox.abandon(ticket)
         if actions:
-            self.turnstile.poke()
+            self.queue_turns.poke()
 
     def _left_s(self, key: str, episode: int) -> float:
         return self.generator.open.left_s(
-            self._in_hand[key].names[episode], self.servers.clock.now()
+            self._in_hand[key].task_ids[episode], self.servers.clock.now()
         )
 
-    async def _play(self, key: str, held: InHand, episode: int, name: str) -> None:
+    async def _play(self, key: str, ticket: InHand, episode: int, name: str) -> None:
         groups_per_step = (self.spec.config.get("train") or {}).get("groups_per_step", 0)
-        played_as = task(
-            held.asked, held.domain, episode, name, step=held.asked.step(groups_per_step)
-        )
+        step = ticket.assignment.step(groups_per_step)
+        episode_task = task(ticket.assignment, ticket.domain, episode, name, step=step)
 
         def sampled(oldest_version: int) -> None:
-            if self._in_hand.get(key) is held:
+            if self._in_hand.get(key) is ticket:
                 self._perform(self.slots.sampled(key, oldest_version))
 
         try:
-            await self._begin(held)
-            result = await self.players.play(played_as, sampled)
+            await self._begin(ticket)
+            result = await self.runners.play(episode_task, sampled)
         except EpisodeFailed as error:
-            self._failed(key, held, episode, error)
+            self._failed(key, ticket, episode, error)
             return
         except Exception as error:
-            # a bug of the hub may cost this episode only
+            # a bug of the hub must cost this episode only
             log.exception("%s episode %d", key, episode)
-            self._failed(key, held, episode, EpisodeFailed("env", described(error)))
+            self._failed(key, ticket, episode, EpisodeFailed("env", described(error)))
             return
-        self.health.succeeded(held.domain.name)
-        if self._in_hand.get(key) is held:
+        self.health.succeeded(ticket.domain.name)
+        if self._in_hand.get(key) is ticket:
             self.tally.add(result)
-            held.played[episode] = result
-            held.tasks.pop(episode, None)
+            ticket.results[episode] = result
+            ticket.tasks.pop(episode, None)
             self._perform(self.slots.finished(key, episode))
             # the last one is scored with its group, unless that waits for others anyway
-            if self._in_hand.get(key) is held or held.early.pending:
-                held.early.begin(result)
-            self.turnstile.poke()
+            if self._in_hand.get(key) is ticket or ticket.early.pending:
+                ticket.early.begin(result)
+            self.queue_turns.poke()
 
     def _judged(self, key: str, episode: int, solved: bool) -> None:
         self._perform(self.slots.judged(key, episode, solved=solved))
 
-    def _failed(self, key: str, held: InHand, episode: int, error: EpisodeFailed) -> None:
-        self._abandon_lapsed()  # a hub that did not run for long finds many calls too late
-        if self._in_hand.get(key) is not held:
+    def _failed(self, key: str, ticket: InHand, episode: int, error: EpisodeFailed) -> None:
+        # a hub that did not run for long finds many calls too late
+        self._abandon_lapsed()
+        if self._in_hand.get(key) is not ticket:
             return
         self.tally.failures += 1
-        held.tasks.pop(episode, None)
-        domain = held.domain.name
-        delivery = held.delivery.num_delivered
+        ticket.tasks.pop(episode, None)
+        domain = ticket.domain.name
+        delivery = ticket.delivery.num_delivered
         if error.kind in slots.OF_THE_HOST:
             self.health.failed(domain, key, delivery, error.detail)
-        own = self.health.blames(domain, key, delivery)
-        actions = self.slots.failed(key, episode, error.kind, error.detail, own=own)
+        is_own_fault = self.health.blames(domain, key, delivery)
+        actions = self.slots.failed(key, episode, error.kind, error.detail, own=is_own_fault)
         problem = f"domain {domain}, {key} episode {episode} failed: {error.detail}"
-        self._traces.say(
-            log,
-            "; ".join(filter(None, (problem, self.slots.what_next(key, episode, actions)))),
-            error.trace,
-        )
+        if retry := self.slots.describe_retry(key, episode, actions):
+            problem += f"; {retry}"
+        self._traces.say(log, problem, error.trace)
         self._perform(actions)
         # groups without failures continue: if one ends well, the domain works after all
         if not self.health.takes(domain):
-            mine = [
+            keys = [
                 key
-                for key, ticket_in_hand in self._in_hand.items()
-                if ticket_in_hand.domain.name == domain
+                for key, ticket in self._in_hand.items()
+                if ticket.domain.name == domain and self.health.doubts(domain, key)
             ]
-            keys = [key for key in mine if self.health.doubts(domain, key)]
             self._perform(
                 self.slots.hand_back(keys, self.health.delay_s(domain), "its domain fails here")
             )
 
     async def _trial(self, domain: str, number: int) -> tuple[bool | None, str]:
         return await trial(
-            self.players, self.domains[domain], f"{self.member.id}.trial{number}.{domain}", number
+            self.runners, self.domains[domain], f"{self.member.id}.trial{number}.{domain}", number
         )
 
     # -- what others see
 
     def presence(self) -> wire.Presence:
         """Return what this hub publishes about itself."""
-        base_s, each_s = self.players.calls.curve.fit()
-        tickets_begun = [self._in_hand[key] for key in self.slots.begun if key in self._in_hand]
+        base_s, each_s = self.runners.calls.curve.fit()
+        begun_tickets = [self._in_hand[key] for key in self.slots.begun if key in self._in_hand]
         return wire.Presence(
             role="envhub",
             id=self.member.id,
@@ -555,31 +568,35 @@ class EnvironmentHub:
             process=this_process(),
             job=batch_job(),
             key=self.client.key,
-            tickets=[held.asked.number for held in tickets_begun if held.asked.stream is TICKETS],
+            tickets=[
+                ticket.assignment.number
+                for ticket in begun_tickets
+                if ticket.assignment.stream is TICKETS
+            ],
         )
 
     def metrics(self) -> dict[str, float]:
         """Return this hub's metrics of the last second."""
         return {
             **self.tally.report(),
-            **self.players.lengths.calibration.report(),
-            "process/cpu_s": time.process_time() + self.players.nurseries.cpu_s(),
+            **self.runners.lengths.calibration.report(),
+            "process/cpu_s": time.process_time() + self.runners.worker_pools.cpu_s(),
             "envhub/running": self.slots.running,
             "envhub/waiting": self.slots.waiting,
             "envhub/slots": self.slots.n,
             "envhub/generate_retries": self.generator.retries,
-            "envhub/hung_threads": self.players.calls.hung,
-            "envhub/workers": self.players.nurseries.living,
-            "envhub/died_workers": self.players.nurseries.num_died,
+            "envhub/hung_threads": self.runners.calls.hung,
+            "envhub/workers": self.runners.worker_pools.living,
+            "envhub/died_workers": self.runners.worker_pools.num_died,
             "envhub/tokens": self.generator.tokens,
         }
 
 
-def _serving(domains: dict[str, Domain], names: list[str]) -> dict[str, Domain]:
+def _select_domains(domains: dict[str, Domain], names: list[str]) -> dict[str, Domain]:
     """Return the named domains, all if no name is given."""
     for name in names:
         if name not in domains:
             raise ConfigError("--domains", name, f"the run has {', '.join(domains) or 'none'}")
     if not domains:
         raise UserError("the run has no domains, so there is nothing for an environment hub to do")
-    return {name: domains[name] for name in names} if names else domains
+    return {name: domains[name] for name in names or domains}

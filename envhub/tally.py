@@ -9,7 +9,8 @@ from typing import Final
 
 from envhub.task import EpisodeResult
 
-KEPT: Final = 0.99  # weight of the lengths of a group after the next one
+# weight of the lengths of a group after the next one
+DECAY: Final = 0.99
 
 
 class _RecentMean:
@@ -19,8 +20,8 @@ class _RecentMean:
         self._sum = self._count = 0.0
 
     def add(self, values: Sequence[int]) -> None:
-        self._sum = self._sum * KEPT + sum(values)
-        self._count = self._count * KEPT + len(values)
+        self._sum = self._sum * DECAY + sum(values)
+        self._count = self._count * DECAY + len(values)
 
     @property
     def mean(self) -> float:
@@ -34,8 +35,8 @@ class HubMetrics:
         self.groups = self.closed = self.handed_back = self.failures = 0
         self._episodes = 0
         self._sums: dict[str, float] = defaultdict(float)
-        self._kept = _RecentMean()
-        self._all = _RecentMean()
+        self._finished_mean = _RecentMean()
+        self._overall_mean = _RecentMean()
         self._since = time.monotonic()
 
     def add(self, result: EpisodeResult) -> None:
@@ -50,12 +51,10 @@ class HubMetrics:
         for name, value in trajectory.metrics.items():
             sums[f"env/{name}"] += value
 
-    def add_lengths(self, kept_lengths: Sequence[int], cut: Sequence[int]) -> None:
-        """Add a finished group's lengths in tokens, and the expected ones of episodes that it did
-        not wait for.
-        """
-        self._kept.add(kept_lengths)
-        self._all.add([*kept_lengths, *cut])
+    def add_lengths(self, finished_lengths: Sequence[int], cut_lengths: Sequence[int]) -> None:
+        """Add a finished group's lengths, and the expected ones of episodes that it cut off."""
+        self._finished_mean.add(finished_lengths)
+        self._overall_mean.add([*finished_lengths, *cut_lengths])
 
     def report(self) -> dict[str, float]:
         """Return the metrics, and start the means again."""
@@ -66,8 +65,8 @@ class HubMetrics:
         values["envhub/closed"] = self.closed
         values["envhub/handed_back"] = self.handed_back
         values["envhub/failed_episodes"] = self.failures
-        if self._all.mean:
-            values["off_policy/length_bias"] = self._kept.mean / self._all.mean
+        if self._overall_mean.mean:
+            values["off_policy/length_bias"] = self._finished_mean.mean / self._overall_mean.mean
         self._sums.clear()
         self._episodes = 0
         self._since = now

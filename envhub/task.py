@@ -12,8 +12,9 @@ from envhub.scheduling.slots import FailureKind
 
 
 class EpisodeFailed(RlearnerError):
-    """The episode failed through no fault of the policy; it is never scored. ``trace``: a traceback
-    for the log.
+    """The episode failed through no fault of the policy, and is never scored.
+
+    ``trace`` is a traceback for the log.
     """
 
     def __init__(self, kind: FailureKind, detail: str, trace: str = "") -> None:
@@ -53,9 +54,7 @@ class EpisodeTask:
 
 @dataclass
 class EpisodeResult:
-    """A finished episode: one trajectory, or one per turn; the last has the metrics and the last
-    response.
-    """
+    """A finished episode: one trajectory or one per turn; the last has metrics and response."""
 
     trajectories: list[wire.Trajectory]
     prompt: str

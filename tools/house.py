@@ -57,14 +57,13 @@ AT_MOST: Final = {
 AT_LEAST: Final = {"comment_lines": 0.02}
 # Where the limit is not reached yet, no figure may become worse than this.
 REACHED: Final[Mapping[str, float]] = {
-    "pronoun_names": 0.0108,
-    "one_names": 26,
-    "one_word_functions": 0.2953,
-    "conditional_per_1k": 15.4,
-    "comment_lines": 0.014,
-    "lines_over_100": 511,
-    "positional_over_5": 50,
-    "tuple_splats": 21,
+    "one_names": 22,
+    "one_word_functions": 0.2531,
+    "conditional_per_1k": 14.32,
+    "comment_lines": 0.0153,
+    "lines_over_100": 461,
+    "positional_over_5": 35,
+    "tuple_splats": 7,
     "one_word_classes": 0.194,
     "repeated_class_names": 10,
     "max_modules_per_folder": 26,
@@ -72,9 +71,9 @@ REACHED: Final[Mapping[str, float]] = {
     "settings_as_dict": 219,
     "files_spelling_nccl": 22,
     "stray_unit_tests": 163,
-    "archaic": 132,
-    "statements_share": 1.011,
-    "bench_lines": 23_086,
+    "archaic": 46,
+    "statements_share": 1.0132,
+    "bench_lines": 22_833,
 }
 
 

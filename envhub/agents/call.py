@@ -16,18 +16,19 @@ from collections.abc import Awaitable
 from broker.settings.registry import resolve
 
 
-async def _wait(value: Awaitable[object]) -> object:
+async def _await_value(value: Awaitable[object]) -> object:
     return await value
 
 
 def main() -> None:
     """Call the function that ``sys.argv[1]`` names."""
+    # descriptors, as C code and child processes print, too
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     task = json.load(sys.stdin)
     value = resolve("agents", sys.argv[1], {})(task)
     if inspect.isawaitable(value):
-        value = asyncio.run(_wait(value))
+        value = asyncio.run(_await_value(value))
     with out:
         out.write("" if value is None else f"{json.dumps(value)}\n")
 

@@ -1,4 +1,4 @@
-"""Runs a program with a text on stdin, keeps the end of its output, and kills all that it started."""
+"""Runs a program with a text on stdin, and kills all that it started when it ends."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from typing import Any, Final
 from broker.system.children import spawn
 from broker.system.workers import limits
 
-KEPT_BYTES: Final = 1 << 16  # of each of the two outputs, from the end
-FLUSH_S: Final = 1.0  # for the pipes to drain once the program has ended
+# of each of the two outputs, from the end
+KEPT_BYTES: Final = 1 << 16
+# for the pipes to drain once the program has ended
+FLUSH_S: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class ProgramExit:
 
 async def run(
     command: Sequence[str],
-    given: str,
+    stdin_text: str,
     env: Mapping[str, str],
     cwd: str | None,
     files: Sequence[int] = (),
@@ -52,32 +54,34 @@ async def run(
         OSError: if it cannot be started.
     """
     outputs = [os.pipe(), os.pipe()]
+    # a file, not a pipe: writing never blocks, even if the program does not read
     stdin = os.memfd_create("task")
     try:
-        os.write(stdin, given.encode())
+        os.write(stdin, stdin_text.encode())
         os.lseek(stdin, 0, os.SEEK_SET)
-        out, errors = (os.fdopen(end, "wb", buffering=0) for _, end in outputs)
+        out, errors = (os.fdopen(write_end, "wb", buffering=0) for _, write_end in outputs)
         with out, errors:
             start = partial(
                 spawn, command, out, stdin=stdin, errors=errors, env=env, cwd=cwd, pass_fds=files
             )
-            child = await _started(asyncio.to_thread(start, death_signal=signal.SIGKILL))
+            child = await _await_start(asyncio.to_thread(start, death_signal=signal.SIGKILL))
     except BaseException:
-        for end, _ in outputs:
-            os.close(end)
+        for read_end, _ in outputs:
+            os.close(read_end)
         raise
     finally:
         os.close(stdin)
-    reading = [asyncio.create_task(_tail(end)) for end, _ in outputs]
+    tail_tasks = [asyncio.create_task(_read_tail(read_end)) for read_end, _ in outputs]
     try:
-        status = await _status(child)
-        limits.kill_tree(child.pid)  # what is left of its session, which also holds the pipes open
-        await asyncio.wait(reading, timeout=FLUSH_S)
+        status = await _await_exit(child)
+        # what is left of its session would hold the pipes open
+        limits.kill_tree(child.pid)
+        await asyncio.wait(tail_tasks, timeout=FLUSH_S)
     finally:
         limits.kill_tree(child.pid)
-        for task in reading:
+        for task in tail_tasks:
             task.cancel()
-        tails = await asyncio.gather(*reading, return_exceptions=True)
+        tails = await asyncio.gather(*tail_tasks, return_exceptions=True)
     (stdout, is_cut), (stderr, _) = (
         (b"", False) if isinstance(tail, BaseException) else tail for tail in tails
     )
@@ -86,43 +90,46 @@ async def run(
     )
 
 
-async def _started(work: Coroutine[Any, Any, subprocess.Popen[bytes]]) -> subprocess.Popen[bytes]:
-    """Wait for a start in a thread, which cannot be cancelled: kill the program at once if it comes
-    too late.
-    """
+async def _await_start(
+    work: Coroutine[Any, Any, subprocess.Popen[bytes]],
+) -> subprocess.Popen[bytes]:
+    """Wait for a start in a thread; when cancelled, kill the program once it has started."""
     starting = asyncio.create_task(work)
     try:
         return await asyncio.shield(starting)
     except asyncio.CancelledError:
-        starting.add_done_callback(
-            lambda done: None if done.exception() else limits.kill_tree(done.result().pid)
-        )
+        starting.add_done_callback(_kill_started)
         raise
 
 
-async def _status(child: subprocess.Popen[bytes]) -> int:
+def _kill_started(starting: asyncio.Task[subprocess.Popen[bytes]]) -> None:
+    if starting.exception() is None:
+        limits.kill_tree(starting.result().pid)
+
+
+async def _await_exit(child: subprocess.Popen[bytes]) -> int:
     """Wait for the exit without a thread: hundreds may run at once."""
     try:
         handle = os.pidfd_open(child.pid)
     except ProcessLookupError:
         return child.wait()
     loop = asyncio.get_running_loop()
-    has_ended = asyncio.Event()
-    loop.add_reader(handle, has_ended.set)
+    exit_event = asyncio.Event()
+    loop.add_reader(handle, exit_event.set)
     try:
-        await has_ended.wait()
+        await exit_event.wait()
     finally:
         loop.remove_reader(handle)
         os.close(handle)
     return child.wait()
 
 
-async def _tail(end: int) -> tuple[bytes, bool]:
-    """Return the last bytes of a pipe, those so far when cancelled; and whether there were more."""
+async def _read_tail(descriptor: int) -> tuple[bytes, bool]:
+    """Return the last bytes of a pipe and whether there were more; when cancelled, those so far."""
     tail = bytearray()
     is_cut = False
     reader = asyncio.StreamReader()
-    pipe = os.fdopen(end, "rb", buffering=0)
+    pipe = os.fdopen(descriptor, "rb", buffering=0)
     connect = asyncio.get_running_loop().connect_read_pipe
     transport, _ = await connect(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     try:
@@ -131,7 +138,8 @@ async def _tail(end: int) -> tuple[bytes, bool]:
             is_cut = is_cut or len(tail) > KEPT_BYTES
             del tail[:-KEPT_BYTES]
     except asyncio.CancelledError:
-        pass  # something else still holds the pipe open
+        # something else still holds the pipe open
+        pass
     finally:
         transport.close()
     return bytes(tail), is_cut

@@ -1,5 +1,4 @@
-"""Records an agent's calls as samples of exact tokens, joined if one call continues another. No
-I/O.
+"""Records an agent's calls as samples of exact tokens, joined if one call continues another.
 
 A call whose prompt begins with the exact tokens of an earlier one, including its answer, continues
 that sample; any other begins a new one. Agents send texts, and tokenising a text again need not
@@ -40,31 +39,31 @@ class RecordedSample:
     version_runs: list[int] = field(default_factory=list)
     turns: list[wire.Turn] = field(default_factory=list)
 
-    def begins(self, prompt: array[int]) -> bool:
+    def is_prefix_of(self, prompt: array[int]) -> bool:
         """Return whether a prompt begins with the whole sample."""
         return prompt[: len(self.token_ids)] == self.token_ids
 
-    def ask(self, token_ids: Sequence[int]) -> None:
+    def append_prompt(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy did not sample."""
         self.token_ids.extend(token_ids)
         self.loss_mask += bytes(len(token_ids))
         self.logprobs.extend([0.0] * len(token_ids))
 
-    def answer(self, sampled: SampledTurn) -> None:
+    def append_turn(self, sampled: SampledTurn) -> None:
         """Append a sampled turn."""
         start = len(self.token_ids)
         self.token_ids.extend(sampled.token_ids)
-        own = bytes(1 - flag for flag in sampled.reshaped) or b"\1" * len(sampled.token_ids)
-        self.loss_mask += own
+        mask = bytes(1 - flag for flag in sampled.reshaped) or b"\1" * len(sampled.token_ids)
+        self.loss_mask += mask
         self.logprobs.extend(
-            logprob * bit for logprob, bit in zip(sampled.logprobs, own, strict=True)
+            logprob * bit for logprob, bit in zip(sampled.logprobs, mask, strict=True)
         )
-        at = 0
+        position = 0
         for version, length in zip(
             sampled.version_runs[::2], sampled.version_runs[1::2], strict=True
         ):
-            count = own.count(1, at, at + length)
-            at = at + length
+            count = mask.count(1, position, position + length)
+            position += length
             if self.version_runs and self.version_runs[-2] == version:
                 self.version_runs[-1] += count
             elif count:
@@ -103,51 +102,51 @@ class EpisodeRecord:
         self.num_calls = 0
         self.last_response = ""
 
-    def prompt(self, text: str) -> list[int]:
-        """Return the tokens of a prompt that is given as text: those of the sample that it
-        continues, then the rest.
-        """
-        for sample in sorted(self.samples, key=lambda one: -len(one.token_ids)):
+    def encode_prompt(self, text: str) -> list[int]:
+        """Return a prompt's tokens; they begin with those of the longest sample it continues."""
+        for sample in sorted(self.samples, key=lambda sample: -len(sample.token_ids)):
             if sample.text is None or not text.startswith(sample.text):
                 continue
-            new_tokens = self._tokenizer.encode(text[len(sample.text) :])
+            suffix_ids = self._tokenizer.encode(text[len(sample.text) :])
             if self._closing and sample.token_ids[-1] == self._closing[-1]:
-                if new_tokens[: len(self._closing)] != self._closing:
-                    continue  # the answer was closed, but the prompt continues it
-                del new_tokens[: len(self._closing)]
-            return self._known([*sample.token_ids, *new_tokens], text)
-        return self._known(self._tokenizer.encode(text), text)
+                if suffix_ids[: len(self._closing)] != self._closing:
+                    # the answer was closed, but the prompt continues it
+                    continue
+                del suffix_ids[: len(self._closing)]
+            return self._remember_text([*sample.token_ids, *suffix_ids], text)
+        return self._remember_text(self._tokenizer.encode(text), text)
 
-    def _known(self, token_ids: list[int], text: str) -> list[int]:
+    def _remember_text(self, token_ids: list[int], text: str) -> list[int]:
         self._texts[array("i", token_ids).tobytes()] = text
         return token_ids
 
-    def goes_on(self, prompt: array[int]) -> RecordedSample | None:
+    def find_continued(self, prompt: array[int]) -> RecordedSample | None:
         """Return the longest sample that the prompt begins with."""
-        candidates = (recorded for recorded in self.samples if recorded.begins(prompt))
-        return max(candidates, key=lambda one: len(one.token_ids), default=None)
+        prefixes = (sample for sample in self.samples if sample.is_prefix_of(prompt))
+        return max(prefixes, key=lambda sample: len(sample.token_ids), default=None)
 
-    def sampled(self, prompt: array[int], sampled: SampledTurn) -> RecordedSample:
-        """Record an answered call and return its sample; of two calls from the same place only the
-        first continues.
+    def add_turn(self, prompt: array[int], sampled: SampledTurn) -> RecordedSample:
+        """Record an answered call and return its sample.
+
+        Of two calls that continue the same sample, only the first is joined to it.
         """
         self.num_calls += 1
-        sample = self.goes_on(prompt)
+        sample = self.find_continued(prompt)
         if sample is None:
-            sample = RecordedSample(
-                1 + max((recorded.number for recorded in self.samples), default=-1)
-            )
+            sample = RecordedSample(1 + max((sample.number for sample in self.samples), default=-1))
         else:
             self.samples.remove(sample)
         self.samples.append(sample)
-        sample.ask(prompt[len(sample.token_ids) :])
-        sample.answer(sampled)
+        sample.append_prompt(prompt[len(sample.token_ids) :])
+        sample.append_turn(sampled)
         prompt_text = self._texts.get(prompt.tobytes())
-        sample.text = None if prompt_text is None else prompt_text + self._said(sampled.token_ids)
+        sample.text = None
+        if prompt_text is not None:
+            sample.text = prompt_text + self._answer_text(sampled.token_ids)
         self.last_response = self._tokenizer.decode(sampled.token_ids)
         return sample
 
-    def _said(self, token_ids: Sequence[int]) -> str:
+    def _answer_text(self, token_ids: Sequence[int]) -> str:
         ids = list(token_ids)
         while ids and ids[-1] in self._ends:
             del ids[-1]

@@ -12,16 +12,15 @@ from broker.system.workers.fault import MAX_TRACE_CHARS
 from envhub.agents.program import KEPT_BYTES
 from envhub.envs.agent import Source
 
-KNOWN: Final = ("reward", "success", "response", "metrics")
+RESULT_KEYS: Final = ("reward", "success", "response", "metrics")
+# An agent's output is not trusted: these keep its groups small enough to be sent.
 MAX_METRICS: Final = 64
 NAME_CHARS: Final = 100  # of a metric
 MAX_RESPONSE_CHARS: Final = 1 << 20
 
 
 class BadResult(ValueError):
-    """The program ended without a usable result; says why. ``trace``: its traceback, if it is in
-    Python.
-    """
+    """The program ended without a usable result; ``trace`` is its Python traceback, if any."""
 
     def __init__(self, detail: str, trace: str = "") -> None:
         super().__init__(detail)
@@ -60,39 +59,40 @@ def read(
         BadResult: if it crashed, or its output is not a result.
     """
     if status and not (source == "exit" and status == 1):
-        cause = f"by signal {-status}" if status < 0 else f"with exit code {status}"
-        raise BadResult(f"the agent ended {cause}{_last(stderr)}", _trace(stderr))
+        ending = f"by signal {-status}" if status < 0 else f"with exit code {status}"
+        raise BadResult(f"the agent ended {ending}{_last_line(stderr)}", _last_traceback(stderr))
     # not splitlines: JSON may hold other line separators
     line = next((line for line in reversed(stdout.split("\n")) if line.strip()), "").strip()
     if source == "result":
         if is_cut and line == stdout.strip():
-            raise BadResult(
-                f"the last line that the agent printed is longer than {KEPT_BYTES} bytes: {_shown(line)}"
-            )
-        return _result(line)
-    reply = _object(line)
-    extra = (
-        _checked({key: value for key, value in reply.items() if key != "reward"})
-        if reply
-        else AgentResult()
-    )
+            problem = f"is longer than {KEPT_BYTES} bytes: {_short_repr(line)}"
+            raise BadResult(f"the last line that the agent printed {problem}")
+        return _parse_result(line)
+    fields = _parse_object(line)
+    # the exit status or reward hubs give it
+    fields.pop("reward", None)
+    result = _check_result(fields)
     if source == "none":
-        return extra
-    return AgentResult(float(status == 0), status == 0, extra.response, extra.metrics)
+        return result
+    return AgentResult(float(status == 0), status == 0, result.response, result.metrics)
 
 
-def _last(stderr: str) -> str:
+def _last_line(stderr: str) -> str:
     line = next((line for line in reversed(stderr.splitlines()) if line.strip()), "")
-    return f": {' '.join(line.split())[:300]}" if line else ""
+    if not line:
+        return ""
+    return f": {' '.join(line.split())[:300]}"
 
 
-def _trace(stderr: str) -> str:
+def _last_traceback(stderr: str) -> str:
     """Return the last traceback of a Python program for the log; empty if there is none."""
     start = stderr.rfind("Traceback (most recent call last)")
-    return stderr[start:].rstrip()[-MAX_TRACE_CHARS:] if start >= 0 else ""
+    if start < 0:
+        return ""
+    return stderr[start:].rstrip()[-MAX_TRACE_CHARS:]
 
 
-def _object(line: str) -> dict[str, Any]:
+def _parse_object(line: str) -> dict[str, Any]:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
@@ -100,28 +100,32 @@ def _object(line: str) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _result(line: str) -> AgentResult:
+def _parse_result(line: str) -> AgentResult:
     try:
         value = json.loads(line)
     except (ValueError, RecursionError):
-        problem = f"is not a JSON number or object with a reward: {_shown(line)}"
+        problem = f"is not a JSON number or object with a reward: {_short_repr(line)}"
         raise BadResult(f"the last line that the agent printed {problem}") from None
     if isinstance(value, dict):
         if "reward" not in value:
-            raise BadResult(f"the last line that the agent printed has no reward: {_shown(line)}")
-        return _checked(value)
-    return _checked({"reward": value})
+            raise BadResult(
+                f"the last line that the agent printed has no reward: {_short_repr(line)}"
+            )
+        return _check_result(value)
+    return _check_result({"reward": value})
 
 
-def _checked(reply: dict[str, Any]) -> AgentResult:
-    for key in reply:
-        if key not in KNOWN:
-            raise BadResult(f"the agent's result has {key!r}; known: {', '.join(KNOWN)}")
-    reward = None if "reward" not in reply else _number("reward", reply["reward"])
-    success = reply.get("success", reward is not None and reward >= 1)
+def _check_result(fields: dict[str, Any]) -> AgentResult:
+    for key in fields:
+        if key not in RESULT_KEYS:
+            raise BadResult(f"the agent's result has {key!r}; known: {', '.join(RESULT_KEYS)}")
+    reward = None
+    if "reward" in fields:
+        reward = _finite_number("reward", fields["reward"])
+    success = fields.get("success", reward is not None and reward >= 1)
     if not isinstance(success, bool):
-        raise BadResult(f"the agent's result has success {_shown(success)}, not true or false")
-    response = reply.get("response")
+        raise BadResult(f"the agent's result has success {_short_repr(success)}, not true or false")
+    response = fields.get("response")
     if response is not None and not (
         isinstance(response, str) and len(response) <= MAX_RESPONSE_CHARS
     ):
@@ -130,33 +134,33 @@ def _checked(reply: dict[str, Any]) -> AgentResult:
         )
     if response is not None and (problem := text_problem(response)):
         raise BadResult(f"the agent's result has a response that is {problem}")
-    metrics = reply.get("metrics", {})
+    metrics = fields.get("metrics", {})
     if not isinstance(metrics, dict) or len(metrics) > MAX_METRICS:
         raise BadResult(
-            f"the agent's result has metrics {_shown(metrics)}, not at most {MAX_METRICS} numbers by name"
+            f"the agent's result has metrics {_short_repr(metrics)}, "
+            f"not at most {MAX_METRICS} numbers by name"
         )
     for name in metrics:
         if not 0 < len(name) <= NAME_CHARS or not name.isprintable():
             allowed = f"a name has 1-{NAME_CHARS} printable characters"
-            raise BadResult(f"the agent's result has a metric named {_shown(name)}; {allowed}")
-    numbers = {name: _number(f"metric {name!r}", value) for name, value in metrics.items()}
+            raise BadResult(f"the agent's result has a metric named {_short_repr(name)}; {allowed}")
+    numbers = {name: _finite_number(f"metric {name!r}", value) for name, value in metrics.items()}
     return AgentResult(reward, success, response, numbers)
 
 
-def _number(noun: str, value: object) -> float:
-    try:
-        number = (
-            float(value)
-            if isinstance(value, (int, float)) and not isinstance(value, bool)
-            else math.nan
-        )
-    except OverflowError:  # an integer beyond every float
-        number = math.inf
+def _finite_number(label: str, value: object) -> float:
+    number = math.nan
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        try:
+            number = float(value)
+        except OverflowError:
+            # an integer beyond every float
+            number = math.inf
     if not math.isfinite(number):
-        raise BadResult(f"the agent's result has {noun} {_shown(value)}, not a finite number")
+        raise BadResult(f"the agent's result has {label} {_short_repr(value)}, not a finite number")
     return number
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 120 else text[:117] + "..."

@@ -30,7 +30,8 @@ from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-AGENT_LIMITS = Limits(total=8192, per_peer=8192)  # all agents of a hub have the same address
+# all agents of a hub have the same address
+AGENT_LIMITS = Limits(total=8192, per_peer=8192)
 
 
 class AgentRunner:
@@ -43,7 +44,9 @@ class AgentRunner:
 
     def __init__(self, tokenizer: Tokenizer, passed: Sequence[str] = ()) -> None:
         self._passed = passed
-        self._server = HttpServer(tokenizer, self._desk, lambda: ("serving", -1), AGENT_LIMITS)
+        self._server = HttpServer(
+            tokenizer, self._find_caller, lambda: ("serving", -1), AGENT_LIMITS
+        )
         self._sessions: dict[str, AgentSession] = {}  # by key
         self._starting = asyncio.Lock()
 
@@ -51,12 +54,14 @@ class AgentRunner:
         """Close the endpoint."""
         await self._server.close()
 
-    def _desk(self, header: str | None) -> Caller | None:
+    def _find_caller(self, header: str | None) -> Caller | None:
         session = self._sessions.get(api_keys.bearer(header) or "")
-        return None if session is None else Caller(session.name, session)
+        if session is None:
+            return None
+        return Caller(session.name, session)
 
     async def play(
-        self, task: EpisodeTask, means: SessionContext, on_tokens: Callable[[int], None]
+        self, task: EpisodeTask, context: SessionContext, on_tokens: Callable[[int], None]
     ) -> EpisodeResult:
         """Play one episode; when cancelled, kill the program.
 
@@ -66,50 +71,51 @@ class AgentRunner:
         """
         args = task.domain.args
         assert isinstance(args, AgentArgs)
+        # a hub's first episodes begin at the same time
         async with self._starting:
             if not self._server.address:
                 await self._server.start("127.0.0.1", 0)
-        session = AgentSession(task, means, on_tokens)
+        session = AgentSession(task, context, on_tokens)
         key = f"rl-{secrets.token_urlsafe(24)}"
         started_at = time.perf_counter()
         self._sessions[key] = session
         row = agent_env.row(args, task.task_index, task.split)
         try:
-            program_input = self._given(task, row)
+            task_line = self._task_line(task, row)
             env = self._environment(args, task, key)
             with sandboxed_start(task.domain, args.cwd) as sandbox:
                 command = sandboxed_command(sandbox, agent_env.command(args))
-                exit_state = await program.run(
-                    command, program_input, env, args.cwd, sandbox.files if sandbox else ()
+                program_exit = await program.run(
+                    command, task_line, env, args.cwd, sandbox.files if sandbox else ()
                 )
         except (OSError, UserError) as error:
             raise EpisodeFailed("env", f"the agent cannot be started: {error}") from None
         finally:
+            # a process that outlives its program gets no more answers
             session.close()
             del self._sessions[key]
-        result = _result(args, session, exit_state)
-        spent_s = max(0.0, time.perf_counter() - started_at - session.generate_s)
+        result = _read_result(args, session, program_exit)
+        env_step_s = max(0.0, time.perf_counter() - started_at - session.generate_s)
         prompt, reference = (
             agent_env.text_of(args, row, column) for column in (args.prompt, args.answer)
         )
-        return _played(task, session, result, prompt, reference, spent_s)
+        return _make_result(
+            task, session, result, prompt=prompt, reference=reference, env_step_s=env_step_s
+        )
 
-    def _given(self, task: EpisodeTask, row: object) -> str:
-        program_input = {
+    def _task_line(self, task: EpisodeTask, row: object) -> str:
+        fields: dict[str, object] = {
             "task_index": task.task_index,
             "split": task.split,
             "seed": task.seed,
             "episode": task.episode,
         }
-        return (
-            json.dumps(
-                program_input if row is None else program_input | {"row": row}, ensure_ascii=False
-            )
-            + "\n"
-        )
+        if row is not None:
+            fields["row"] = row
+        return json.dumps(fields, ensure_ascii=False) + "\n"
 
     def _environment(self, args: AgentArgs, task: EpisodeTask, key: str) -> dict[str, str]:
-        own = {
+        openai_env = {
             "OPENAI_BASE_URL": self._server.address,
             "OPENAI_API_KEY": key,
             "OPENAI_MODEL": task.policy,
@@ -117,14 +123,18 @@ class AgentRunner:
         return {
             **worker_environment(self._passed),
             **agent_env.whole_env(args),
-            **own,
+            **openai_env,
+            # hundreds of agents share a machine: a thread pool each would starve all of them
             "OMP_NUM_THREADS": "1",
         }
 
 
-def _result(args: AgentArgs, session: AgentSession, exit_state: program.ProgramExit) -> AgentResult:
-    """Return the program's result; giving up for lack of calls, context or answer length is not a
-    crash.
+def _read_result(
+    args: AgentArgs, session: AgentSession, program_exit: program.ProgramExit
+) -> AgentResult:
+    """Return the program's result.
+
+    A program that gives up for lack of calls, context or answer length did not crash.
 
     Raises:
         EpisodeFailed: if the program crashed or never called the policy.
@@ -132,23 +142,23 @@ def _result(args: AgentArgs, session: AgentSession, exit_state: program.ProgramE
     try:
         result = read(
             args.reward,
-            exit_state.status,
-            exit_state.stdout,
-            exit_state.stderr,
-            is_cut=exit_state.is_cut,
+            program_exit.status,
+            program_exit.stdout,
+            program_exit.stderr,
+            is_cut=program_exit.is_cut,
         )
     except BadResult as error:
-        if session.failed:
-            raise EpisodeFailed("generate", f"{error} ({session.failed})") from None
-        if session.refused is None and session.cut:
-            session.refused = "length"
-        if session.refused is None:
+        if session.failure:
+            raise EpisodeFailed("generate", f"{error} ({session.failure})") from None
+        if session.refusal is None and session.is_cut:
+            session.refusal = "length"
+        if session.refusal is None:
             raise EpisodeFailed("env", str(error), error.trace) from None
         result = AgentResult(None if args.reward == "none" else 0.0)
     if not session.record.samples:
-        if session.failed:
-            raise EpisodeFailed("generate", session.failed)
-        if session.refused == "length":
+        if session.failure:
+            raise EpisodeFailed("generate", session.failure)
+        if session.refusal == "length":
             limit = session.served.max_context_tokens
             raise EpisodeFailed(
                 "fatal", f"the agent's first prompt exceeds max_context_tokens, which is {limit}"
@@ -157,7 +167,7 @@ def _result(args: AgentArgs, session: AgentSession, exit_state: program.ProgramE
     return result
 
 
-def _played(
+def _make_result(
     task: EpisodeTask,
     session: AgentSession,
     result: AgentResult,
@@ -167,34 +177,34 @@ def _played(
 ) -> EpisodeResult:
     samples = session.record.samples
     reward = result.reward or 0.0
-    last = samples[-1]
-    last.turns[-1] = msgspec.structs.replace(last.turns[-1], reward=reward)
+    last_sample = samples[-1]
+    last_sample.turns[-1] = msgspec.structs.replace(last_sample.turns[-1], reward=reward)
     metrics = {
         **result.metrics,
         "num_turns": float(session.record.num_calls),
         "num_samples": float(len(samples)),
     }
-    sampled = sum(turn.end - turn.start for trajectory in samples for turn in trajectory.turns)
-    if (untrained := sampled - sum(trajectory.loss_mask.count(1) for trajectory in samples)) > 0:
+    sampled = sum(turn.end - turn.start for sample in samples for turn in sample.turns)
+    if (untrained := sampled - sum(sample.loss_mask.count(1) for sample in samples)) > 0:
         metrics["reshaped_share"] = untrained / sampled
-    trajectories = [
-        _trajectory(task, session, trajectory, result, reward) for trajectory in samples
-    ]
-    response = session.record.last_response if result.response is None else result.response
+    trajectories = [_make_trajectory(task, session, sample, result, reward) for sample in samples]
+    response = result.response
+    if response is None:
+        response = session.record.last_response
     trajectories[-1] = msgspec.structs.replace(trajectories[-1], response=response, metrics=metrics)
-    versions = [version for trajectory in samples for version in trajectory.version_runs[::2]]
+    versions = [version for sample in samples for version in sample.version_runs[::2]]
     return EpisodeResult(
         trajectories,
         prompt,
         reference,
-        session.generate_s,
-        env_step_s,
-        [],
-        min(versions, default=-1),
+        generate_s=session.generate_s,
+        env_step_s=env_step_s,
+        frames=[],
+        oldest_version=min(versions, default=-1),
     )
 
 
-def _trajectory(
+def _make_trajectory(
     task: EpisodeTask,
     session: AgentSession,
     sample: RecordedSample,
@@ -211,6 +221,6 @@ def _trajectory(
         reward=reward,
         reward_parts={} if result.reward is None else {"env": reward},
         success=result.success,
-        end=session.refused or "terminated",
+        end=session.refusal or "terminated",
         greedy=task.greedy,
     )

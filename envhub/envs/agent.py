@@ -3,7 +3,11 @@
     domains:
       sums:
         env: agent
-        env_args: {command: [python, my_agent.py], path: train.jsonl, prompt: question, answer: answer}
+        env_args:
+          command: [python, my_agent.py]
+          path: train.jsonl
+          prompt: question
+          answer: answer
         context: steps
         max_turns: 20        # calls to the policy
 
@@ -41,7 +45,8 @@ from envhub.envs.base import Environment, Split
 LAUNCHER: Final = "envhub.agents.call"
 Source = Literal["result", "exit", "none"]
 
-PYTHON: Final = "python"  # as a command, the hub's interpreter, whether it is on PATH or not
+# as a command, the hub's interpreter, whether it is on PATH or not
+PYTHON: Final = "python"
 
 
 class AgentArgs(Section):
@@ -75,7 +80,7 @@ class AgentArgs(Section):
 
 
 class AgentEnvironment(Environment):
-    """The class of ``env: agent``. It has no steps: ``envhub.agents.run_episode`` runs its program."""
+    """The class of ``env: agent``; it has no steps, as ``envhub.agents`` runs its program."""
 
     Args = AgentArgs
     isolation = "none"
@@ -84,14 +89,15 @@ class AgentEnvironment(Environment):
 
     @classmethod
     def check(cls, args: AgentArgs) -> None:
-        program = args.command[0] if args.command else PYTHON
+        program, *arguments = args.command or [PYTHON]
         if program != PYTHON and shutil.which(program, path=plain_env(args).get("PATH")) is None:
             raise ConfigError(
                 "command", args.command, f"a program that is there; {program!r} is not"
             )
-        script = args.command[1] if args.command[:1] == [PYTHON] and len(args.command) > 1 else ""
-        if script.endswith(".py") and not Path(args.cwd or "", script).is_file():
-            raise ConfigError("command", args.command, f"there is no file {script}")
+        if program == PYTHON and arguments and arguments[0].endswith(".py"):
+            script = arguments[0]
+            if not Path(args.cwd or "", script).is_file():
+                raise ConfigError("command", args.command, f"there is no file {script}")
         file = args.function.rpartition(":")[0]
         if args.function and not file:
             raise ConfigError(
@@ -101,7 +107,8 @@ class AgentEnvironment(Environment):
             raise ConfigError("function", args.function, f"there is no file {file}")
         if args.cwd is not None and not Path(args.cwd).is_dir():
             raise ConfigError("cwd", args.cwd, "there is no such folder")
-        _read.cache_clear()
+        # the file may have changed since the last check
+        _read_file.cache_clear()
         if args.path is not None and not rows(args, "train"):
             raise ConfigError(
                 "eval_share", args.eval_share, "a smaller share: it leaves no row for training"
@@ -111,17 +118,20 @@ class AgentEnvironment(Environment):
 
     @classmethod
     def folders(cls, args: AgentArgs) -> tuple[list[str], list[str]]:
-        program = (
-            shutil.which(args.command[0], path=plain_env(args).get("PATH"))
-            if args.command
-            else None
-        )
-        scripts = [word for word in args.command[1:] if Path(args.cwd or "", word).is_file()]
+        paths = []
+        if args.command:
+            program = shutil.which(args.command[0], path=plain_env(args).get("PATH"))
+            if program:
+                paths.append(program)
+        for argument in args.command[1:]:
+            if Path(args.cwd or "", argument).is_file():
+                paths.append(os.path.join(args.cwd or "", argument))
         file = args.function.rpartition(":")[0]
-        own = [os.path.join(args.cwd or "", word) for word in scripts] + (
-            [file] if file.endswith(".py") else []
-        )
-        return [*([program] if program else []), *own, *([args.cwd] if args.cwd else [])], []
+        if file.endswith(".py"):
+            paths.append(file)
+        if args.cwd:
+            paths.append(args.cwd)
+        return paths, []
 
     @classmethod
     def data_files(cls, args: AgentArgs) -> list[str]:
@@ -129,7 +139,9 @@ class AgentEnvironment(Environment):
 
     @classmethod
     def num_tasks(cls, args: AgentArgs, split: Split) -> int | None:
-        return args.num_tasks if args.path is None else len(rows(args, split))
+        if args.path is None:
+            return args.num_tasks
+        return len(rows(args, split))
 
 
 def plain_env(args: AgentArgs) -> dict[str, str]:
@@ -156,13 +168,19 @@ def check_section(name: str, section: DomainSection, args: Section) -> None:
         ConfigError: names the key.
     """
     if section.context != "steps":
-        allowed = "steps with env agent: a call that does not continue an earlier one begins another sample"
+        allowed = (
+            "steps with env agent: a call that does not continue an earlier one begins another "
+            "sample"
+        )
         raise ConfigError(f"domains.{name}.context", section.context, allowed)
     if section.isolation not in (None, "none", "sandbox"):
         allowed = "none or sandbox with env agent: its program is a process of its own"
         raise ConfigError(f"domains.{name}.isolation", section.isolation, allowed)
     if section.isolation == "sandbox" and not section.network:
-        allowed = "true with env agent and isolation sandbox: the agent reaches the policy over the host's network"
+        allowed = (
+            "true with env agent and isolation sandbox: "
+            "the agent reaches the policy over the host's network"
+        )
         raise ConfigError(f"domains.{name}.network", section.network, allowed)
     if isinstance(args, AgentArgs) and args.reward == "none" and not section.rewards:
         allowed = "at least one with env_args.reward none: the agent gives no reward"
@@ -172,24 +190,21 @@ def check_section(name: str, section: DomainSection, args: Section) -> None:
 def command(args: AgentArgs) -> list[str]:
     """Return the program and its arguments."""
     if args.command:
-        return [sys.executable if args.command[0] == PYTHON else args.command[0], *args.command[1:]]
+        program, *arguments = args.command
+        return [sys.executable if program == PYTHON else program, *arguments]
     path = "\n".join(folder or os.getcwd() for folder in sys.path)
     return [sys.executable, "-P", "-c", BOOT, f"{LAUNCHER}:", args.function, path]
 
 
 def row(args: AgentArgs, task_index: int, split: Split) -> Mapping[str, Any] | None:
-    """Return the row of a task, None if there is no file. Training shuffles the rows in every
-    epoch.
-    """
+    """Return the row of a task, None if there is no file; training shuffles them every epoch."""
     if args.path is None:
         return None
-    all_rows = rows(args, split)
-    epoch, position = divmod(task_index, len(all_rows))
-    return all_rows[
-        int(_order(len(all_rows), args.shuffle_seed, epoch)[position])
-        if split == "train"
-        else position
-    ]
+    split_rows = rows(args, split)
+    epoch, position = divmod(task_index, len(split_rows))
+    if split == "train":
+        position = int(_epoch_order(len(split_rows), args.shuffle_seed, epoch)[position])
+    return split_rows[position]
 
 
 def text_of(args: AgentArgs, of: Mapping[str, Any] | None, column: str | None) -> str:
@@ -207,44 +222,41 @@ def rows(args: AgentArgs, split: Split) -> tuple[dict[str, Any], ...]:
     """
     columns = tuple(column for column in (args.prompt, args.answer) if column is not None)
     if split == "eval" and args.eval_path is not None:
-        return _read(args.eval_path, columns, "eval_path")
+        return _read_file(args.eval_path, columns, "eval_path")
     assert args.path is not None, "there is no file"
-    all_rows = _read(args.path, columns, "path")
+    file_rows = _read_file(args.path, columns, "path")
     if args.eval_path is not None:
-        return all_rows
-    held_out = max(round(len(all_rows) * args.eval_share), 1 if args.eval_share > 0 else 0)
-    return (
-        all_rows[len(all_rows) - held_out :]
-        if split == "eval"
-        else all_rows[: len(all_rows) - held_out]
-    )
+        return file_rows
+    num_held_out = max(round(len(file_rows) * args.eval_share), int(args.eval_share > 0))
+    num_training = len(file_rows) - num_held_out
+    return file_rows[num_training:] if split == "eval" else file_rows[:num_training]
 
 
 @lru_cache(maxsize=8)
-def _read(path: str, columns: tuple[str, ...], key: str) -> tuple[dict[str, Any], ...]:
+def _read_file(path: str, columns: tuple[str, ...], key: str) -> tuple[dict[str, Any], ...]:
     if not Path(path).is_file():
         raise ConfigError(key, path, "there is no such file")
     decoder = msgspec.json.Decoder(dict[str, Any])
-    all_rows = []
+    records = []
     for line, data in enumerate(Path(path).read_bytes().split(b"\n"), start=1):
         if not data.strip():
             continue
         try:
-            all_rows.append(decoder.decode(data))
+            records.append(decoder.decode(data))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise DataError(path, line, f"not a JSON object: {error}") from None
         for column in columns:
-            if column not in all_rows[-1]:
+            if column not in records[-1]:
                 raise DataError(
                     path,
                     line,
-                    f"no column {column!r}; it has {', '.join(sorted(all_rows[-1])) or 'none'}",
+                    f"no column {column!r}; it has {', '.join(sorted(records[-1])) or 'none'}",
                 )
-    if not all_rows:
+    if not records:
         raise ConfigError(key, path, "the file holds no rows")
-    return tuple(all_rows)
+    return tuple(records)
 
 
 @lru_cache(maxsize=4)
-def _order(num_rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+def _epoch_order(num_rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(num_rows)

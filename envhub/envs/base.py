@@ -112,8 +112,7 @@ class Environment:
 
     @classmethod
     def folders(cls, args: Any) -> tuple[list[str], list[str]]:
-        """Return the folders that it reads in a sandbox besides ``data_files``, and those that it
-        writes to.
+        """Return the folders that it reads in a sandbox besides its data, and those it writes to.
 
         What it writes stays in memory and is lost with its processes.
         """
@@ -121,31 +120,29 @@ class Environment:
 
     @classmethod
     def references(cls, args: Any) -> list[tuple[str, str]]:
-        """Return the place and text of each reference answer, for rewards that check them before
-        anything starts.
-        """
+        """Return the place and text of each reference answer, for rewards that check them early."""
         return []
 
     @classmethod
     def num_tasks(cls, args: Any, split: Split) -> int | None:
-        """Return how many different tasks there are, None if endless; a larger index wraps around."""
+        """Return how many different tasks there are, None if endless.
+
+        A larger index wraps around.
+        """
         return None
 
     @classmethod
     def tools(cls, args: Any) -> list[dict[str, Any]]:
-        """Return the functions that the policy may call, in OpenAI's form: ``{"type": "function",
-        "function": {...}}``.
+        """Return the functions that the policy may call, in OpenAI's form.
 
-        The chat template shows them to the model and defines how calls are written; calls go to
-        ``use``, other text to ``step``.
+        That is ``{"type": "function", "function": {...}}``. The chat template shows them to the
+        model and defines how calls are written; calls go to ``use``, other text to ``step``.
         """
         return []
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
-        """Return ``env_args`` of a small instance for the contract tests; its data files go to the
-        empty ``folder``.
-        """
+        """Return ``env_args`` of a small instance for tests; its files go to ``folder``."""
         return {}
 
     def reset(
@@ -159,8 +156,7 @@ class Environment:
         raise NotImplementedError
 
     def use(self, calls: Sequence[ToolCall]) -> StepResult | Awaitable[StepResult]:
-        """Act by calling tools, all of one turn; the observation is their answer. Only with
-        ``tools``.
+        """Act by calling tools, all of one turn; the observation is their answer.
 
         A call that is not JSON does not get here: the policy gets an error, and its action counts
         as invalid.

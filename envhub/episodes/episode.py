@@ -62,25 +62,25 @@ class Episode:
         self,
         task: EpisodeTask,
         environment: Environment,
-        means: EpisodeContext,
+        context: EpisodeContext,
         on_tokens: Callable[[int], None],
     ) -> None:
-        self._means = means
+        self._context = context
         self._task = task
         self._env = environment
         self._on_tokens = on_tokens
         self._section = task.domain.section
         self._steps = task.domain.steps()
         self._conversations: list[Conversation] = []
-        # of every turn's sampling, with the length of its context
+        # each turn's seed is made of this one and the length of its context
         self._seed = stirred(0, task.seed, task.episode)
         self._turns: list[wire.Turn] = []
         self._frames: list[str] = []
         self._generate_s = self._env_step_s = 0.0
-        self._carried = 0
+        self._num_chars = 0
         self._server = self._response = ""
-        self._task_key = self._previous = 0  # for the prediction of lengths
-        self._role: Role = "user"  # whose words come next
+        self._task_key = self._previous_tokens = 0  # for the prediction of lengths
+        self._role: Role = "user"  # of the next message
 
     async def run(self) -> EpisodeResult:
         """Play the episode.
@@ -88,19 +88,17 @@ class Episode:
         Raises:
             EpisodeFailed: if its prompt does not fit, its memory fails, or its texts are too large.
         """
-        observation = await self._reset()
+        view = await self._reset()
         limit = self._section.max_context_tokens
-        if (size := len(observation.text)) > limit * CHARS_PER_TOKEN:
+        if (size := len(view.text)) > limit * CHARS_PER_TOKEN:
             raise EpisodeFailed(
                 "fatal", f"the prompt has {size} characters and max_context_tokens is {limit}"
             )
-        prompt = (
-            observation.text
-            if self._steps is None
-            else self._remembered(self._steps.open, observation.text)
-        )
+        prompt = view.text
+        if self._steps is not None:
+            prompt = self._make_prompt(self._steps.open, view.text)
         await self._encode_ahead(prompt)
-        self._show(prompt)
+        self._observe(prompt)
         if (size := len(self._conversation)) >= limit:
             raise EpisodeFailed(
                 "fatal", f"the prompt has {size} tokens and max_context_tokens is {limit}"
@@ -108,11 +106,9 @@ class Episode:
         while True:
             sampled = await self._sample()
             self._response = self._conversation.rules.text(sampled.token_ids)
-            action = (
-                without_thinking(self._response)
-                if self._section.thinking == "drop"
-                else self._response
-            )
+            action = self._response
+            if self._section.thinking == "drop":
+                action = without_thinking(self._response)
             step = await self._act(action, sampled)
             start, end = self._conversation.spans[-1]
             self._turns.append(
@@ -123,51 +119,48 @@ class Episode:
                     valid=step.valid,
                     finish_reason=sampled.finish_reason,
                     server=sampled.server,
-                    anchor=observation.anchor,
+                    anchor=view.anchor,
                 )
             )
-            observation = step.observation
-            if (ended := self._ended(step)) is not None:
-                return self._played(step, ended)
-            prompt = (
-                observation.text
-                if self._steps is None
-                else self._remembered(self._steps.acted, action, observation.text)
-            )
+            view = step.observation
+            if (end_reason := self._end_reason(step)) is not None:
+                return self._result(step, end_reason)
+            prompt = view.text
+            if self._steps is not None:
+                prompt = self._make_prompt(self._steps.acted, action, view.text)
             await self._encode_ahead(prompt)
             if not self._fits(prompt):
-                return self._played(step, "length")
-            self._show(prompt)
+                return self._result(step, "length")
+            self._observe(prompt)
 
     @property
     def _conversation(self) -> Conversation:
         return self._conversations[-1]
 
-    def _remembered(self, ask: Callable[..., str], *texts: str) -> str:
-        """Return the prompt that the domain's memory makes, which may be the user's code."""
+    def _make_prompt(self, remember: Callable[..., str], *texts: str) -> str:
+        """Return the prompt that the domain's memory makes."""
         try:
-            return ask(*texts)
+            return remember(*texts)
         except Exception as error:
+            # it may be the user's code
             raise EpisodeFailed(
                 "fatal", f"memory {self._section.memory}: {told(error)}", trace(error)
             ) from error
 
     async def _encode_ahead(self, prompt: str) -> None:
-        """Encode a long prompt in a thread, so that the hub's loop finds the tokens in the cache of
-        the rules.
-        """
+        """Encode a long prompt in a thread; the hub's loop then finds its tokens in the cache."""
         if not LONG_TEXT <= len(prompt) <= self._section.max_context_tokens * CHARS_PER_TOKEN:
             return
         section = self._section
-        rules = rules_for(self._means.tokenizer, section.system_prompt, self._task.domain.tools)
+        rules = rules_for(self._context.tokenizer, section.system_prompt, self._task.domain.tools)
         if self._steps is not None or not self._conversations:
             await asyncio.to_thread(rules.start, prompt)
         else:
             await asyncio.to_thread(rules.delta, prompt, self._role)
 
-    def _show(self, prompt: str) -> None:
+    def _observe(self, prompt: str) -> None:
         if self._steps is not None or not self._conversations:
-            tokenizer = self._means.tokenizer
+            tokenizer = self._context.tokenizer
             section = self._section
             self._conversations.append(
                 Conversation(tokenizer, section.system_prompt, self._task.domain.tools)
@@ -190,21 +183,29 @@ class Episode:
             and self._conversation.cost_of(prompt, self._role) < room
         )
 
-    def _ended(self, step: StepResult) -> wire.EpisodeEnd | None:
-        if step.done:
-            return "truncated" if step.truncated else "terminated"
-        return "truncated" if len(self._turns) >= self._section.max_turns else None
+    def _end_reason(self, step: StepResult) -> wire.EpisodeEnd | None:
+        if step.done and not step.truncated:
+            return "terminated"
+        if step.done or len(self._turns) >= self._section.max_turns:
+            return "truncated"
+        return None
 
     async def _sample(self) -> SampledTurn:
         conversation = self._conversation
         task = self._task
         sampling = self._sampling()
         self._task_key = self._task_key or task_key(conversation.token_ids)
-        place = self._task_key, len(self._turns), self._previous, task.task_index, task.split
-        predicted = self._means.lengths.predict(
-            UpcomingTurn(conversation.token_ids, sampling.max_tokens, *place)
+        upcoming = UpcomingTurn(
+            conversation.token_ids,
+            sampling.max_tokens,
+            task=self._task_key,
+            turn=len(self._turns),
+            previous=self._previous_tokens,
+            task_index=task.task_index,
+            split=task.split,
         )
-        ask = TurnRequest(
+        prediction = self._context.lengths.predict(upcoming)
+        request = TurnRequest(
             episode=task.id,
             conversation_id=task.id if self._steps is None else f"{task.id}.{len(self._turns)}",
             token_ids=conversation.token_ids,
@@ -212,21 +213,21 @@ class Episode:
             policy=task.policy,
             min_version=task.min_version,
             sticky=self._server,
-            timeout_s=self._means.generate_timeout_s,
-            expected_tokens=predicted.expected,
-            expected_high=predicted.high,
+            timeout_s=self._context.generate_timeout_s,
+            expected_tokens=prediction.expected,
+            expected_high=prediction.high,
             step=task.step,
         )
         started_at = time.perf_counter()
-        began = self._means.spans.enter("generate")
+        span = self._context.spans.enter("generate")
         try:
-            sampled = await self._means.turns.turn(ask)
+            sampled = await self._context.turns.turn(request)
         finally:
-            self._means.spans.leave("generate", began, task.ticket)
+            self._context.spans.leave("generate", span, task.ticket)
         self._generate_s += time.perf_counter() - started_at
         self._server = sampled.server
-        self._previous = len(sampled.token_ids)
-        self._means.lengths.add(predicted, self._previous)
+        self._previous_tokens = len(sampled.token_ids)
+        self._context.lengths.add(prediction, self._previous_tokens)
         conversation.sampled(sampled.token_ids, sampled.logprobs, sampled.version_runs)
         if sampled.version_runs:
             self._on_tokens(min(sampled.version_runs[::2]))
@@ -237,11 +238,10 @@ class Episode:
         task = self._task
         conversation = self._conversation
         length = len(conversation)
-        seed = (
-            stirred(self._seed, length)
-            if self._steps is None
-            else stirred(self._seed, length, len(self._turns))
-        )
+        seed = stirred(self._seed, length)
+        # contexts of several turns may have the same length
+        if self._steps is not None:
+            seed = stirred(seed, len(self._turns))
         return wire.SamplingParams(
             max_tokens=min(section.max_tokens, self._section.max_context_tokens - length),
             temperature=section.temperature if task.temperature is None else task.temperature,
@@ -255,37 +255,40 @@ class Episode:
 
     async def _reset(self) -> Observation:
         task = self._task
-        observed = observation(
+        view = observation(
             "reset", await self._call("reset", task.task_index, task.split, task.seed)
         )
-        self._carry(observed.text, observed.anchor)
-        self._carry(
+        self._count_chars(view.text, view.anchor)
+        self._count_chars(
             text("after reset, prompt", self._env.prompt),
             text("after reset, reference", self._env.reference),
         )
         if task.record:
             self._record(first_frame(task.task_index, task.split, task.seed, await self._look()))
-        return observed
+        return view
 
     async def _act(self, action: str, sampled: SampledTurn) -> StepResult:
-        """Pass the policy's words or tool calls to the environment; answer an unreadable call here."""
+        """Pass the policy's text or tool calls to the environment; reply to an unreadable call."""
         if not self._task.domain.tools:
             return await self._step("step", action, action)
-        # some spell calls with special tokens
-        spelled = self._means.tokenizer.decode(sampled.token_ids, skip_special_tokens=False)
+        # some models write calls with special tokens
+        text_with_specials = self._context.tokenizer.decode(
+            sampled.token_ids, skip_special_tokens=False
+        )
         try:
-            calls = self._conversation.rules.calls(without_thinking(spelled))
+            calls = self._conversation.rules.calls(without_thinking(text_with_specials))
         except ToolCallError as error:
             self._role = "tool"
             return StepResult(Observation(f"error: {error}"), 0.0, done=False, valid=False)
-        self._role = "tool" if calls else "user"
-        return await (
-            self._step("use", action, calls) if calls else self._step("step", action, action)
-        )
+        if calls:
+            self._role = "tool"
+            return await self._step("use", action, calls)
+        self._role = "user"
+        return await self._step("step", action, action)
 
     async def _step(self, method: str, action: str, argument: Any) -> StepResult:
         step = step_result(await self._call(method, argument), method)
-        self._carry(step.observation.text, step.observation.anchor)
+        self._count_chars(step.observation.text, step.observation.anchor)
         if self._task.record:
             self._record(frame(action, await self._look()))
         return step
@@ -293,32 +296,35 @@ class Episode:
     async def _look(self) -> str:
         return text("text_frame returned what", await self._call("text_frame"))
 
-    def _record(self, text: str) -> None:
-        self._carry(text)
-        self._frames.append(text)
+    def _record(self, frame_text: str) -> None:
+        self._count_chars(frame_text)
+        self._frames.append(frame_text)
 
-    def _carry(self, *texts: str) -> None:
+    def _count_chars(self, *texts: str) -> None:
         """Bound the texts of an episode: a larger group could not be sent."""
-        self._carried += sum(map(len, texts))
-        if self._carried > (limit := wire.MAX_PAYLOAD_BYTES):
-            detail = f"its observations and anchors have {self._carried} characters, the limit is {limit}"
-            raise EpisodeFailed("large", detail)
+        self._num_chars += sum(map(len, texts))
+        if self._num_chars > wire.MAX_PAYLOAD_BYTES:
+            raise EpisodeFailed(
+                "large",
+                f"its observations and anchors have {self._num_chars} characters, "
+                f"the limit is {wire.MAX_PAYLOAD_BYTES}",
+            )
 
     async def _call(self, method: str, *args: Any) -> Any:
         started_at = time.perf_counter()
-        began = self._means.spans.enter("env_step")
-        piece = self._means.calls.curve.enter(started_at)
+        span = self._context.spans.enter("env_step")
+        piece = self._context.calls.curve.enter(started_at)
         is_done = False
         try:
-            result = await self._means.calls.call(self._env, method, *args)
+            result = await self._context.calls.call(self._env, method, *args)
             is_done = True
             return result
         finally:
-            self._means.calls.curve.leave(piece, time.perf_counter(), is_done)
-            self._means.spans.leave("env_step", began, self._task.ticket)
+            self._context.calls.curve.leave(piece, time.perf_counter(), is_done)
+            self._context.spans.leave("env_step", span, self._task.ticket)
             self._env_step_s += time.perf_counter() - started_at
 
-    def _played(self, step: StepResult, end: wire.EpisodeEnd) -> EpisodeResult:
+    def _result(self, step: StepResult, end: wire.EpisodeEnd) -> EpisodeResult:
         turns = self._turns
         reward = math.fsum(turn.reward for turn in turns)
         valid_rate = sum(turn.valid for turn in turns) / len(turns)
@@ -332,7 +338,7 @@ class Episode:
                 loss_mask=wire.column(conversation.loss_mask, "|u1"),
                 logprobs=wire.column(conversation.logprobs, "<f4"),
                 version_runs=wire.column(conversation.version_runs, "<i4"),
-                turns=own,
+                turns=own_turns,
                 reward=reward,
                 reward_parts={"env": reward} if self._task.domain.environment.has_reward else {},
                 success=step.success,
@@ -341,7 +347,7 @@ class Episode:
                 metrics=metrics if index == last else {},
                 greedy=self._task.greedy,
             )
-            for index, (conversation, own) in enumerate(
+            for index, (conversation, own_turns) in enumerate(
                 zip(self._conversations, parts, strict=True)
             )
         ]
@@ -351,6 +357,12 @@ class Episode:
             for version in conversation.version_runs[::2]
         ]
         env = self._env
-        times = (self._generate_s, self._env_step_s)
-        oldest = min(versions, default=-1)
-        return EpisodeResult(trajectories, env.prompt, env.reference, *times, self._frames, oldest)
+        return EpisodeResult(
+            trajectories,
+            env.prompt,
+            env.reference,
+            generate_s=self._generate_s,
+            env_step_s=self._env_step_s,
+            frames=self._frames,
+            oldest_version=min(versions, default=-1),
+        )

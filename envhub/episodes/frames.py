@@ -1,6 +1,6 @@
 """Records an evaluated episode for a replay: one JSON object per frame, in ``Group.frames``.
 
-The first frame holds the start of the episode, each further one the text sent and the state after it::
+The first frame holds the start of the episode, each other one an action and the state after it::
 
     {"task_index": 3, "split": "eval", "seed": 77, "text": "PFFF\\nFHFH\\nFFFH\\nHFFG"}
     {"action": "R", "text": "SPFF\\nFHFH\\nFFFH\\nHFFG"}

@@ -15,10 +15,12 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 FRAME_MS: Final = 350
+# before the picture starts again from the beginning
 LAST_FRAME_MS: Final = 1500
 LINE_PX: Final = 14
 MARGIN_PX: Final = 6
-MIN_WIDTH_PX: Final = 200  # a caption of about 35 characters
+# a caption of about 35 characters
+MIN_WIDTH_PX: Final = 200
 
 
 def write_gif(
@@ -41,18 +43,18 @@ def write_gif(
         actions: the texts the policy sent, in order; those after the end of the episode are not
             played.
         out: path of the GIF.
-        title: first line above the picture; below it stand the turn's action and its outcome.
+        title: first line above the picture; the turn's action and its outcome follow.
 
     Raises:
         UserError: if the domain is unknown, its environment draws no pictures, or the file cannot
             be written.
     """
-    picked = pick_domain(config, domain)
-    if not can_render(picked.environment):
-        raise NotSupported(f"environment {picked.environment.__name__} draws no pictures")
-    environment = picked.make()
+    selected_domain = pick_domain(config, domain)
+    if not can_render(selected_domain.environment):
+        raise NotSupported(f"environment {selected_domain.environment.__name__} draws no pictures")
+    environment = selected_domain.make()
     environment.reset(task_index, split, seed)
-    pictures = [_picture(environment.render_frame(), [title, "start", ""])]
+    pictures = [_captioned_picture(environment.render_frame(), [title, "start", ""])]
     for turn, action in enumerate(actions, start=1):
         step: Any = environment.step(action)
         caption = [
@@ -60,32 +62,29 @@ def write_gif(
             f"turn {turn}: {' '.join(action.split())}",
             outcome(step, is_last=turn == len(actions)),
         ]
-        pictures.append(_picture(environment.render_frame(), caption))
+        pictures.append(_captioned_picture(environment.render_frame(), caption))
         if step.done:
             break
     environment.close()
-    _save(pictures, out)
+    _save_gif(pictures, out)
     return len(pictures)
 
 
 def outcome(step: StepResult, *, is_last: bool) -> str:
-    """Return the outcome of an action in a few words; after the last one the episode need not be
-    over.
-    """
-    note = "" if step.valid else ", not a valid action"
-    end = (
-        ", solved"
-        if step.success
-        else ", failed"
-        if step.done
-        else ", out of turns"
-        if is_last
-        else ""
-    )
-    return f"reward {step.reward:+.3g}{note}{end}"
+    """Return the outcome of an action in a few words."""
+    parts = [f"reward {step.reward:+.3g}"]
+    if not step.valid:
+        parts.append("not a valid action")
+    if step.success:
+        parts.append("solved")
+    elif step.done:
+        parts.append("failed")
+    elif is_last:
+        parts.append("out of turns")
+    return ", ".join(parts)
 
 
-def _picture(frame: Frame, caption: Sequence[str]) -> Image:
+def _captioned_picture(frame: Frame, caption: Sequence[str]) -> Image:
     """Return the picture below its caption, whose lines are cut to the picture's width."""
     from PIL import Image, ImageDraw
 
@@ -96,6 +95,7 @@ def _picture(frame: Frame, caption: Sequence[str]) -> Image:
     whole.paste(picture, ((width - picture.width) // 2, top))
     draw = ImageDraw.Draw(whole)
     for number, line in enumerate(caption):
+        # Pillow's built-in font has hardly any other characters
         text = line.encode("ascii", "replace").decode()
         while text and draw.textlength(text) > width - 2 * MARGIN_PX:
             text = text[:-4] + "..." if text.endswith("...") else text[:-3] + "..."
@@ -103,7 +103,7 @@ def _picture(frame: Frame, caption: Sequence[str]) -> Image:
     return whole
 
 
-def _save(pictures: Sequence[Image], out: str) -> None:
+def _save_gif(pictures: Sequence[Image], out: str) -> None:
     target = Path(out)
     durations = [FRAME_MS] * (len(pictures) - 1) + [LAST_FRAME_MS]
     try:

@@ -21,40 +21,44 @@ from envhub.tickets.assignment import TicketAssignment, assignment, group, rewar
 
 log = logging.getLogger(__name__)
 
-AT_ONCE: Final = 8  # episodes
+# episodes; few, as the run's own episodes need the servers
+AT_ONCE: Final = 8
 
 
 class TicketReruns:
     """Answers the operator's requests; ``domains`` are those of the hub and may change."""
 
-    def __init__(self, member: Member, players: EpisodeRunners, domains: dict[str, Domain]) -> None:
+    def __init__(self, member: Member, runners: EpisodeRunners, domains: dict[str, Domain]) -> None:
         self._member = member
-        self._players = players
+        self._runners = runners
         self._domains = domains
         self._busy = False
         self._count = 0
 
     async def serve(self) -> None:
         """Answer requests until cancelled."""
-        subscribed = await answer_requests(
+        subscription = await answer_requests(
             self._member.bus, RERUNS, f"envhub.{self._member.id}", self.answer
         )
         try:
             await asyncio.Event().wait()
         finally:
-            await subscribed.close()
+            await subscription.close()
 
     async def answer(self, ticket: wire.Message) -> wire.Message | None:
         """Return the ticket's group, or why there is none; every episode is tried once."""
         if not isinstance(ticket, (wire.Ticket, wire.EvalTicket)):
             return None
-        assigned = assignment(ticket)
-        if assigned.domain not in self._domains:
-            detail = f"this hub has no domain {assigned.domain}; it has {', '.join(self._domains)}"
-            return self._closed(assigned, "malformed", detail)
+        ticket_assignment = assignment(ticket)
+        if ticket_assignment.domain not in self._domains:
+            detail = (
+                f"this hub has no domain {ticket_assignment.domain}; "
+                f"it has {', '.join(self._domains)}"
+            )
+            return self._closed(ticket_assignment, "malformed", detail)
         if self._busy or self._member.stop.asked.is_set():
             return self._closed(
-                assigned,
+                ticket_assignment,
                 "aborted",
                 "this hub is running another ticket again, or is stopping; try again",
             )
@@ -62,69 +66,70 @@ class TicketReruns:
         try:
             log.info(
                 "running ticket %d of domain %s again for the operator",
-                assigned.number,
-                assigned.domain,
+                ticket_assignment.number,
+                ticket_assignment.domain,
             )
-            return await self._play(assigned, self._domains[assigned.domain])
+            return await self._play(ticket_assignment, self._domains[ticket_assignment.domain])
         finally:
             self._busy = False
 
-    async def _play(self, assigned: TicketAssignment, domain: Domain) -> wire.Message:
+    async def _play(self, assignment: TicketAssignment, domain: Domain) -> wire.Message:
         self._count += 1
-        few = Semaphore(AT_ONCE)
-        work = [
-            asyncio.create_task(self._episode(assigned, domain, episode, few))
-            for episode in range(assigned.group_size)
+        at_once = Semaphore(AT_ONCE)
+        episode_tasks = [
+            asyncio.create_task(self._episode(assignment, domain, episode, at_once))
+            for episode in range(assignment.group_size)
         ]
         try:
-            async with asyncio.timeout(assigned.deadline_s):
-                await asyncio.wait(work)
+            async with asyncio.timeout(assignment.deadline_s):
+                await asyncio.wait(episode_tasks)
         except TimeoutError:
-            num_done = sum(task.done() for task in work)
-            short = f"{num_done} of {assigned.group_size} episodes after {assigned.deadline_s:g} s"
-            return self._closed(assigned, "deadline", short)
+            num_done = sum(episode_task.done() for episode_task in episode_tasks)
+            detail = (
+                f"{num_done} of {assignment.group_size} episodes after {assignment.deadline_s:g} s"
+            )
+            return self._closed(assignment, "deadline", detail)
         finally:
-            for task in work:
-                task.cancel()
-            results = await asyncio.gather(*work, return_exceptions=True)
-        return self._outcome(assigned, domain, results)
+            for episode_task in episode_tasks:
+                episode_task.cancel()
+            results = await asyncio.gather(*episode_tasks, return_exceptions=True)
+        return self._outcome(assignment, domain, results)
 
     async def _episode(
-        self, assigned: TicketAssignment, domain: Domain, episode: int, few: Semaphore
+        self, assignment: TicketAssignment, domain: Domain, episode: int, at_once: Semaphore
     ) -> EpisodeResult:
-        name = f"{self._member.id}.rerun{self._count}.{assigned.key}.{episode}"
-        async with few:
-            return await self._players.play(task(assigned, domain, episode, name), lambda _: None)
+        name = f"{self._member.id}.rerun{self._count}.{assignment.key}.{episode}"
+        async with at_once:
+            return await self._runners.play(task(assignment, domain, episode, name), lambda _: None)
 
     def _outcome(
         self,
-        assigned: TicketAssignment,
+        assignment: TicketAssignment,
         domain: Domain,
         results: list[EpisodeResult | BaseException],
     ) -> wire.Message:
-        closed = partial(self._closed, assigned)
+        close = partial(self._closed, assignment)
         episodes = [result for result in results if isinstance(result, EpisodeResult)]
-        failed = [
+        failures = [
             (episode, result)
             for episode, result in enumerate(results)
             if isinstance(result, BaseException)
         ]
-        if failed:
-            episode, error = failed[0]
-            detail = error.detail if isinstance(error, EpisodeFailed) else described(error)
-            reason = (
-                CLOSED_FOR.get(error.kind, "aborted")
-                if isinstance(error, EpisodeFailed)
-                else "env_error"
-            )
-            return closed(
+        if failures:
+            episode, error = failures[0]
+            reason: wire.ClosedReason = "env_error"
+            detail = described(error)
+            if isinstance(error, EpisodeFailed):
+                reason = CLOSED_FOR.get(error.kind, "aborted")
+                detail = error.detail
+            return close(
                 reason,
-                f"{len(failed)} of {len(results)} episodes failed; episode {episode}: {detail}",
+                f"{len(failures)} of {len(results)} episodes failed; episode {episode}: {detail}",
             )
         pools = reward_pools(domain.section)
         temperature = domain.section.sampling.temperature
-        record = group(
-            assigned,
+        message = group(
+            assignment,
             episodes,
             pools=pools,
             hub=self._member.id,
@@ -132,23 +137,24 @@ class TicketReruns:
             temperature=temperature,
         )
         try:
-            size = len(codec.encode(record))
+            size = len(codec.encode(message))
         except WireError as error:
-            return closed("too_large" if isinstance(error, TooLarge) else "malformed", str(error))
+            return close("too_large" if isinstance(error, TooLarge) else "malformed", str(error))
         if size > wire.MAX_PAYLOAD_BYTES:
-            return closed(
+            return close(
                 "too_large",
                 f"the group is {size} bytes, an answer has room for {wire.MAX_PAYLOAD_BYTES}",
             )
-        return record
+        return message
 
     def _closed(
-        self, assigned: TicketAssignment, reason: wire.ClosedReason, detail: str
+        self, assignment: TicketAssignment, reason: wire.ClosedReason, detail: str
     ) -> wire.Closed:
-        line = " ".join(detail.split())[:1000]
-        by = self._member.id
-        number = assigned.number
-        step = assigned.eval_step
         return wire.Closed(
-            ticket=number, domain=assigned.domain, reason=reason, detail=line, by=by, eval_step=step
+            ticket=assignment.number,
+            domain=assignment.domain,
+            reason=reason,
+            detail=" ".join(detail.split())[:1000],
+            by=self._member.id,
+            eval_step=assignment.eval_step,
         )

@@ -38,7 +38,7 @@ class EpisodeRunners:
     """What all episodes of a hub share.
 
     Attributes:
-        nurseries: for environments in worker processes.
+        worker_pools: for environments in worker processes.
         max_workers: worker processes, including idle ones, beyond which an idle one makes way for
             another domain's.
         idle: environments of finished episodes, by domain, for the next ones.
@@ -50,7 +50,7 @@ class EpisodeRunners:
     turns: TurnSampler
     calls: EnvironmentCalls
     limits: EpisodeLimits
-    nurseries: WorkerPools = field(default_factory=lambda: WorkerPools(None))
+    worker_pools: WorkerPools = field(default_factory=lambda: WorkerPools(None))
     max_workers: int = 64
     idle: dict[str, list[Environment]] = field(default_factory=dict)
     lengths: HubLengths = field(default_factory=HubLengths)
@@ -59,8 +59,10 @@ class EpisodeRunners:
     spans: SpanRecorder = field(default_factory=SpanRecorder)
 
     async def play(self, task: EpisodeTask, on_tokens: Callable[[int], None]) -> EpisodeResult:
-        """Play one episode; ``on_tokens`` gets the oldest policy version of each turn as soon as it
-        is sampled.
+        """Play one episode.
+
+        Args:
+            on_tokens: called after each sampled turn with its oldest policy version.
 
         Raises:
             EpisodeFailed: if environment or generation fail, or it takes longer than
@@ -73,9 +75,15 @@ class EpisodeRunners:
                 if issubclass(task.domain.environment, AgentEnvironment):
                     return await self._play_agent(task, lengths, on_tokens)
                 environment = await self._environment(task.domain)
-                shared = (self.tokenizer, self.turns, self.calls, lengths)
-                means = EpisodeContext(*shared, self.limits.generate_timeout_s, self.spans)
-                result = await Episode(task, environment, means, on_tokens).run()
+                context = EpisodeContext(
+                    self.tokenizer,
+                    self.turns,
+                    self.calls,
+                    lengths=lengths,
+                    generate_timeout_s=self.limits.generate_timeout_s,
+                    spans=self.spans,
+                )
+                result = await Episode(task, environment, context, on_tokens).run()
         except CallFailed as error:
             raise EpisodeFailed("env", str(error), error.trace) from error
         except ReturnedValueError as error:
@@ -90,8 +98,8 @@ class EpisodeRunners:
             detail = f"the episode took longer than {self.limits.episode_timeout_s:g} s"
             raise EpisodeFailed("timeout", detail) from None
         else:
+            # only a healthy environment is used again; else it is retired below
             if not (isinstance(environment, RemoteEnvironment) and environment.spent):
-                # only a healthy one is used again
                 self.idle.setdefault(task.domain.name, []).append(environment)
                 environment = None
             return result
@@ -108,7 +116,7 @@ class EpisodeRunners:
             *(self.calls.call(environment, "close") for environment in idle), return_exceptions=True
         )
         self.calls.close()
-        await self.nurseries.close()
+        await self.worker_pools.close()
         if self.agents is not None:
             await self.agents.close()
 
@@ -119,11 +127,15 @@ class EpisodeRunners:
         from envhub.agents.run_episode import AgentRunner
         from envhub.agents.session import SessionContext
 
-        self.agents = self.agents or AgentRunner(self.tokenizer, self.nurseries.passed)
-        means = SessionContext(
-            self.tokenizer, self.turns.turn, lengths, self.limits.generate_timeout_s, self.spans
+        self.agents = self.agents or AgentRunner(self.tokenizer, self.worker_pools.passed)
+        context = SessionContext(
+            self.tokenizer,
+            self.turns.turn,
+            lengths,
+            generate_timeout_s=self.limits.generate_timeout_s,
+            spans=self.spans,
         )
-        return await self.agents.play(task, means, on_tokens)
+        return await self.agents.play(task, context, on_tokens)
 
     async def _environment(self, domain: Domain) -> Environment:
         idle = self.idle.get(domain.name)
@@ -131,22 +143,27 @@ class EpisodeRunners:
             return idle.pop()
         if domain.isolation not in WORKER:
             return await self.calls.make(domain.make, in_thread=domain.isolation == "thread")
-        if self.nurseries.living >= self.max_workers:
+        if self.worker_pools.living >= self.max_workers:
             self._make_way()
-        environment = await self.nurseries.environment(domain)
+        environment = await self.worker_pools.environment(domain)
         try:
             await self.calls.call(environment, "constructor")
         except BaseException:
+            # a cancellation, too, must not leave its process behind
             self.calls.retire(environment)
             raise
         return environment
 
     def _make_way(self) -> None:
         """End the process of an idle environment, of the domain that has most of them."""
-        spare = [
-            [environment for environment in idle if isinstance(environment, RemoteEnvironment)]
-            for idle in self.idle.values()
-        ]
-        if most := max(spare, key=len, default=[]):
-            next(idle for idle in self.idle.values() if most[0] in idle).remove(most[0])
-            self.calls.retire(most[0])
+        idle_workers = {
+            name: [
+                environment for environment in idle if isinstance(environment, RemoteEnvironment)
+            ]
+            for name, idle in self.idle.items()
+        }
+        name = max(idle_workers, key=lambda name: len(idle_workers[name]), default="")
+        if idle_workers.get(name):
+            environment = idle_workers[name][0]
+            self.idle[name].remove(environment)
+            self.calls.retire(environment)

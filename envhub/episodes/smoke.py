@@ -1,7 +1,6 @@
-"""Plays a trial episode of each domain with the user's code, as a hub would, for ``rlearner
-check``.
+"""Plays a trial episode of each domain with the user's code, for ``rlearner check``.
 
-It needs no model: every turn sends the same words, which an environment must answer
+It needs no model: every turn sends the same text, which an environment must answer
 (``valid=False`` at worst).
 """
 
@@ -19,14 +18,13 @@ from envhub.workers.calls import CallFailed, EnvironmentCalls
 from envhub.workers.returned import ReturnedValueError, observation, step_result
 from envhub.workers.worker_pool import NoWorker, RemoteEnvironment, WorkerPools
 
-SAYS: Final = "trial"
+TRIAL_TEXT: Final = "trial"
 MAX_TURNS: Final = 8
 SEED: Final = 0
 
 
 async def try_domains(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Play training task 0 of every domain with the user's environment or reward; agents are left
-    out.
+    """Play training task 0 of every domain with the user's environment or reward, except agents.
 
     Args:
         config: validated.
@@ -39,15 +37,15 @@ async def try_domains(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """
     settings = section(config, "envhub", EnvhubSection)
     calls = EnvironmentCalls(settings.step_timeout_s)
-    nurseries = WorkerPools(settings.worker_memory_mib, settings.pass_env)
+    worker_pools = WorkerPools(settings.worker_memory_mib, settings.pass_env)
     samples: dict[str, dict[str, Any]] = {}
     try:
         for name, domain in load_domains(config).items():
             if _has_own_code(domain) and not issubclass(domain.environment, AgentEnvironment):
-                samples[name] = await _try(domain, calls, nurseries)
+                samples[name] = await _try_domain(domain, calls, worker_pools)
     finally:
         calls.close()
-        await nurseries.close()
+        await worker_pools.close()
     return samples
 
 
@@ -58,16 +56,18 @@ def _has_own_code(domain: Domain) -> bool:
     )
 
 
-async def _try(domain: Domain, calls: EnvironmentCalls, nurseries: WorkerPools) -> dict[str, Any]:
+async def _try_domain(
+    domain: Domain, calls: EnvironmentCalls, worker_pools: WorkerPools
+) -> dict[str, Any]:
     try:
         if domain.isolation not in WORKER:
             environment = await calls.make(domain.make, in_thread=domain.isolation == "thread")
         else:
-            environment = await nurseries.environment(domain)
+            environment = await worker_pools.environment(domain)
         try:
             if isinstance(environment, RemoteEnvironment):
                 await calls.call(environment, "constructor")
-            return await _play(domain, calls, environment)
+            return await _play_episode(domain, calls, environment)
         finally:
             await calls.call(environment, "close")
     except (CallFailed, ReturnedValueError, NoWorker) as error:
@@ -76,13 +76,13 @@ async def _try(domain: Domain, calls: EnvironmentCalls, nurseries: WorkerPools) 
         ) from None
 
 
-async def _play(
+async def _play_episode(
     domain: Domain, calls: EnvironmentCalls, environment: Environment
 ) -> dict[str, Any]:
     observation("reset", await calls.call(environment, "reset", 0, "train", SEED))
     rewards = []
     for _ in range(min(domain.section.max_turns, MAX_TURNS)):
-        step = step_result(await calls.call(environment, "step", SAYS), "step")
+        step = step_result(await calls.call(environment, "step", TRIAL_TEXT), "step")
         rewards.append(step.reward)
         if step.done:
             break
@@ -90,7 +90,7 @@ async def _play(
         "domain": domain.name,
         "task_index": 0,
         "prompt": environment.prompt,
-        "response": SAYS,
+        "response": TRIAL_TEXT,
         "reference": environment.reference,
         "reward": sum(rewards),
         "reward_parts": {"env": sum(rewards)} if domain.environment.has_reward else {},

@@ -1,4 +1,4 @@
-"""Plays and discards a trial episode of a failing domain, which costs no ticket a delivery."""
+"""Plays and discards a trial episode of a failing domain, so that no ticket is spent on it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from envhub.domain import Domain
 from envhub.episodes.runners import EpisodeRunners
 from envhub.task import EpisodeFailed, EpisodeTask
 
-NO_LIMIT: Final = 1 << 20  # task numbers of a domain with endless tasks
+# task numbers of a domain with endless tasks
+NO_LIMIT: Final = 1 << 20
 
 
 async def trial(
-    players: EpisodeRunners, domain: Domain, name: str, number: int
+    runners: EpisodeRunners, domain: Domain, name: str, number: int
 ) -> tuple[bool | None, str]:
     """Play an episode of a random training task. Return whether it went well, and what failed.
 
@@ -26,7 +27,7 @@ async def trial(
     """
     index = random.randrange(domain.num_tasks("train") or NO_LIMIT)
     try:
-        await players.play(
+        await runners.play(
             EpisodeTask(name, domain, index, "train", seed=number, episode=0), lambda _: None
         )
     except EpisodeFailed as error:

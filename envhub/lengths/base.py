@@ -44,8 +44,7 @@ class UpcomingTurn:
 
 
 class LengthKnowledge(NamedTuple):
-    """What an estimator has learnt, as running means, so that the knowledge of several hubs can be
-    averaged.
+    """What an estimator has learnt, as running means, which several hubs can average.
 
     Attributes:
         values: shape (n,), float32.
@@ -61,8 +60,7 @@ class LengthKnowledge(NamedTuple):
 
 
 class LengthEstimator:
-    """Base of length estimators; one instance serves one domain of one hub, and all its methods run
-    on one thread.
+    """Base of length estimators: one instance serves one domain of one hub, on one thread.
 
     Attributes:
         Args: the section ``length_estimator_args`` of the domain; unknown keys are refused.
@@ -74,25 +72,20 @@ class LengthEstimator:
         self.args = args
 
     def predict(self, turn: UpcomingTurn) -> float | tuple[float, float] | None:
-        """Return the median of the turn's length in tokens, or median and 0.9 quantile; None if
-        nothing is known.
+        """Return the median of the turn's length, or median and 0.9 quantile; None: not known.
 
-        Both are above 0 and need not respect ``max_tokens``. The hub corrects what is
+        Both are in tokens, above 0, and need not respect ``max_tokens``. The hub corrects what is
         systematically too short or too long.
         """
         raise NotImplementedError
 
     def observe(self, turn: UpcomingTurn, tokens: int) -> None:
-        """Learn from a finished turn of that many tokens; ``max_tokens`` of them are a turn that
-        was cut off.
-        """
+        """Learn from a finished turn; one of ``max_tokens`` tokens was cut off."""
 
     def knowledge(self) -> LengthKnowledge | None:
         """Return what a hub that starts later should know, None if nothing is to be kept."""
         return None
 
-    def adopt(self, known: LengthKnowledge) -> bool:
-        """Know what an estimator of the same class returned; return whether its shapes are those of
-        this one.
-        """
+    def adopt(self, knowledge: LengthKnowledge) -> bool:
+        """Adopt what an estimator of the same class knows; return whether the shapes fit."""
         return False

@@ -17,7 +17,8 @@ from envhub.lengths.base import LengthEstimator, UpcomingTurn
 
 FIRST_SPREAD: Final = 0.7  # of log lengths, before any error is known
 STEP: Final = 0.02  # of a correction, as a part of the mean error
-FIRST_STEPS: Final = 20  # turns during which it moves faster
+# turns during which it moves faster
+FIRST_STEPS: Final = 20
 ERROR_MEMORY: Final = 200
 MOST_TOKENS: Final = 1e12  # of a prediction
 
@@ -38,9 +39,7 @@ class Quantiles(NamedTuple):
 
 @dataclass(slots=True)
 class LengthCalibration:
-    """How a hub's predictions compare with what came, as means over its newest turns; see
-    docs/metrics.md.
-    """
+    """How a hub's predictions compare with its newest turns, as means; see docs/metrics.md."""
 
     memory: int = 500
     error: float = 0.0
@@ -49,9 +48,7 @@ class LengthCalibration:
     _counts: list[int] = field(default_factory=lambda: [0, 0, 0])
 
     def add(self, predicted: Quantiles | tuple[float, float], actual: float, limit: float) -> None:
-        """Add a turn; all in log tokens. A quantile at the limit cannot be exceeded and does not
-        count.
-        """
+        """Add a turn, in log tokens. A quantile at the limit cannot be exceeded, so is left out."""
         median, high = predicted[:2]
         self.error += self._share(0) * (abs(actual - min(median, limit)) - self.error)
         if median < limit:
@@ -75,9 +72,7 @@ class LengthCalibration:
 
 
 class CorrectedEstimator:
-    """An estimator with its two corrections and its error, the mean of ``abs(log(tokens /
-    median))``.
-    """
+    """An estimator with two corrections and its error, the mean ``abs(log(tokens / median))``."""
 
     def __init__(self, estimator: LengthEstimator) -> None:
         self.estimator = estimator
@@ -97,11 +92,7 @@ class CorrectedEstimator:
         if prediction is None:
             return None
         try:
-            median, high = (
-                map(_number, prediction)
-                if isinstance(prediction, tuple)
-                else (_number(prediction), 0.0)
-            )
+            median, high = _to_numbers(prediction)
         except (TypeError, ValueError):
             median = high = math.nan
         if not (0 < median <= MOST_TOKENS and (not high or median <= high <= MOST_TOKENS)):
@@ -138,10 +129,22 @@ class CorrectedEstimator:
         self.estimator.observe(turn, tokens)
 
     def _corrected(self, median: float, high: float) -> Quantiles:
-        return Quantiles((now := median + self._median), max(high + self._high, now), median, high)
+        corrected = median + self._median
+        return Quantiles(
+            corrected, max(high + self._high, corrected), raw_median=median, raw_high=high
+        )
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, (str, bytes)):  # which float would read
+def _to_numbers(prediction: Any) -> tuple[float, float]:
+    """Return median and 0.9 quantile, which is 0 if there is none."""
+    if not isinstance(prediction, tuple):
+        return _to_number(prediction), 0.0
+    median, high = map(_to_number, prediction)
+    return median, high
+
+
+def _to_number(value: Any) -> float:
+    # which float would read
+    if isinstance(value, (str, bytes)):
         raise TypeError("not a number")
     return float(value)

@@ -21,19 +21,20 @@ from envhub.lengths.base import LengthEstimator, LengthKnowledge, UpcomingTurn
 
 # with an entry of their own; another task with the same remainder takes the place
 NUM_TASKS: Final = 4096
-LEVELS: Final = 8  # later turns share the last one
-LEVEL_MEMORY: Final = 256  # turns over which a level is a mean
+# later turns share the last one
+LEVELS: Final = 8
+# turns over which a level is a mean
+LEVEL_MEMORY: Final = 256
 TASK_MEMORY: Final = 32
 SPREAD_MEMORY: Final = 512
 LEAST_VARIANCE: Final = 1e-4  # of log lengths
-LONGEST: Final = 30.0  # log length; no turn is longer, and its exponential is still a number
+# log length; no turn is longer, and its exponential is still a number
+LONGEST: Final = 30.0
 _Z_HIGH: Final = NormalDist().inv_cdf(HIGH)
 
 
 class TaskEffects:
-    """Running means of tasks, in a table of fixed size. A task is any 32-bit number; 0 has no
-    entry.
-    """
+    """Running means of tasks, 32-bit numbers, in a table of fixed size; task 0 has no entry."""
 
     def __init__(self) -> None:
         self._tasks = [0] * NUM_TASKS
@@ -43,9 +44,9 @@ class TaskEffects:
     def get(self, task: int) -> tuple[float, float]:
         """Return (number of turns, mean), zeros for an unknown task."""
         place = task % NUM_TASKS
-        return (
-            (self._counts[place], self._means[place]) if self._tasks[place] == task else (0.0, 0.0)
-        )
+        if self._tasks[place] != task:
+            return 0.0, 0.0
+        return self._counts[place], self._means[place]
 
     def add(self, task: int, value: float) -> None:
         """Add one turn's value; the oldest ones fade."""
@@ -61,11 +62,11 @@ class TaskEffects:
     def arrays(self) -> tuple[Any, Any, Any]:
         """Return tasks (int32), counts and means (float32) of all entries."""
         tasks = np.array(self._tasks, np.uint32)
-        task_ids = np.flatnonzero(tasks)
+        places = np.flatnonzero(tasks)
         counts, means = (
-            np.array(values, np.float32)[task_ids] for values in (self._counts, self._means)
+            np.array(values, np.float32)[places] for values in (self._counts, self._means)
         )
-        return tasks[task_ids].view(np.int32), counts, means
+        return tasks[places].view(np.int32), counts, means
 
     def adopt(self, tasks: Any, counts: Any, means: Any) -> None:
         """Replace all entries."""
@@ -92,52 +93,48 @@ class TaskHistory(LengthEstimator):
         self._between = 0.0
         self._total = 0.0
         self._pairs = 0.0
-        self._seen = 0.0
+        self._num_turns = 0.0
 
     def predict(self, turn: UpcomingTurn) -> tuple[float, float] | None:
         """Return both quantiles, None before the first turn of the domain."""
-        if not self._seen:
+        if not self._num_turns:
             return None
-        middle, _ = turn.notes = self._without_task(turn)
+        center, _ = turn.notes = self._without_task(turn)
         count, mean = self._effects.get(turn.task)
-        known, within, between = self._known(count)
-        spread = math.sqrt(within + (1 - known) * between)
-        middle = min(middle + known * mean, LONGEST)
-        return math.exp(middle), math.exp(min(middle + _Z_HIGH * spread, LONGEST))
+        share, within, between = self._task_share(count)
+        spread = math.sqrt(within + (1 - share) * between)
+        center = min(center + share * mean, LONGEST)
+        return math.exp(center), math.exp(min(center + _Z_HIGH * spread, LONGEST))
 
     def observe(self, turn: UpcomingTurn, tokens: int) -> None:
         """Add a finished turn to its level and its task."""
         value = math.log(max(tokens, 1))
         place = min(turn.turn, LEVELS - 1)
-        middle, features = turn.notes or self._without_task(turn)
-        residual = value - middle if self._seen else 0.0
+        center, features = turn.notes or self._without_task(turn)
+        residual = value - center if self._num_turns else 0.0
         count, mean = self._effects.get(turn.task)
-        self._seen = min(self._seen + 1, SPREAD_MEMORY)
-        self._total += (residual * residual - self._total) / self._seen
-        if count:  # independent noise of two turns of a task leaves the variance between tasks
+        self._num_turns = min(self._num_turns + 1, SPREAD_MEMORY)
+        self._total += (residual * residual - self._total) / self._num_turns
+        # independent noise of two turns of a task leaves the variance between tasks
+        if count:
             self._pairs = min(self._pairs + 1, SPREAD_MEMORY)
             self._between += (residual * mean - self._between) / self._pairs
         self._effects.add(turn.task, residual)
-        if self._seen > 1:  # before, there is no level
-            self._learn(features, value - self._level(turn.turn), 1 - self._known(count)[0])
+        # before, there is no level
+        if self._num_turns > 1:
+            self._learn(features, value - self._level(turn.turn), 1 - self._task_share(count)[0])
         self._counts[place] = min(self._counts[place] + 1, LEVEL_MEMORY)
         self._levels[place] += (value - self._levels[place]) / self._counts[place]
 
     def _without_task(self, turn: UpcomingTurn) -> tuple[float, Any]:
-        """Return the log length to expect of a turn of an unknown task, and the features that it
-        follows from.
-        """
+        """Return the expected log length for an unknown task, and the features it follows from."""
         return self._level(turn.turn), None
 
     def _learn(self, features: Any, above: float, weight: float) -> None:
-        """Learn how features go with a log length above its level; the more of a task is known, the
-        less it weighs.
-        """
+        """Learn how features go with a log length above its level; known tasks weigh less."""
 
-    def _known(self, count: float) -> tuple[float, float, float]:
-        """Return the share of a task's effect that so many turns tell, and the variances within and
-        between tasks.
-        """
+    def _task_share(self, count: float) -> tuple[float, float, float]:
+        """Return the known share of a task's effect, and the variances within and between tasks."""
         between = max(self._between, 0.0)
         within = max(self._total - between, LEAST_VARIANCE)
         return count * between / (count * between + within), within, between
@@ -151,19 +148,24 @@ class TaskHistory(LengthEstimator):
 
     def knowledge(self) -> LengthKnowledge:
         """Return the model's means and the tasks."""
-        values = [*self._levels, *self._counts, self._between, self._total, self._pairs, self._seen]
+        values = [
+            *self._levels,
+            *self._counts,
+            self._between,
+            self._total,
+            self._pairs,
+            self._num_turns,
+        ]
         return LengthKnowledge(np.array(values, np.float32), *self._effects.arrays())
 
-    def adopt(self, known: LengthKnowledge) -> bool:
+    def adopt(self, knowledge: LengthKnowledge) -> bool:
         """Take over means and tasks."""
-        if known.values.shape != (2 * LEVELS + 4,):
+        if knowledge.values.shape != (2 * LEVELS + 4,):
             return False
-        values = known.values.tolist()
+        values = knowledge.values.tolist()
         self._levels = values[:LEVELS]
         self._counts = [max(value, 0.0) for value in values[LEVELS : 2 * LEVELS]]
-        self._between, (self._total, self._pairs, self._seen) = (
-            values[-4],
-            (max(value, 0.0) for value in values[-3:]),
-        )
-        self._effects.adopt(known.tasks, known.counts, known.means)
+        self._between = values[-4]
+        self._total, self._pairs, self._num_turns = (max(value, 0.0) for value in values[-3:])
+        self._effects.adopt(knowledge.tasks, knowledge.counts, knowledge.means)
         return True

@@ -28,7 +28,10 @@ class RunningMean(LengthEstimator):
 
     def observe(self, turn: UpcomingTurn, tokens: int) -> None:
         """Add a finished turn."""
-        self._mean += (tokens - self._mean) * DECAY if self._mean else tokens
+        if self._mean:
+            self._mean += (tokens - self._mean) * DECAY
+        else:
+            self._mean = float(tokens)
 
     def knowledge(self) -> LengthKnowledge:
         """Return the mean as the only value."""
@@ -36,9 +39,9 @@ class RunningMean(LengthEstimator):
             np.array([self._mean], np.float32), np.zeros(0, np.int32), _NONE, _NONE
         )
 
-    def adopt(self, known: LengthKnowledge) -> bool:
+    def adopt(self, knowledge: LengthKnowledge) -> bool:
         """Take over the mean."""
-        if known.values.shape != (1,) or known.values[0] < 0:
+        if knowledge.values.shape != (1,) or knowledge.values[0] < 0:
             return False
-        self._mean = float(known.values[0])
+        self._mean = float(knowledge.values[0])
         return True

@@ -1,5 +1,4 @@
-"""Predicts the lengths of one domain's turns, by its estimator or, where that fails, by the running
-mean.
+"""Predicts the lengths of one domain's turns, by its estimator or else by the running mean.
 
 An estimator that fails costs its prediction of that turn only; one whose predictions have been
 clearly worse than the mean is not used until they are better. One that hangs is interrupted, and
@@ -29,14 +28,21 @@ from envhub.lengths.regression import OnlineRegression
 log = logging.getLogger(__name__)
 
 INSTEAD: Final = "the running mean is used instead"
-JUDGED_AFTER: Final = 100  # turns, before an estimator can count as worse than the mean
-WORSE: Final = 1.25  # times the mean's error
-BUILT_IN: Final = (RunningMean, TaskHistory, OnlineRegression)  # these return at once
-MATTERS: Final = math.log(1.1)  # an error below this does no harm, whatever the mean's is
-STARTS_S: Final = 60.0  # at most, with its imports
-HANGS_S: Final = 1.0  # of a prediction, in which the hub can do nothing
+# turns, before an estimator can count as worse than the mean
+JUDGED_AFTER: Final = 100
+# times the mean's error
+WORSE: Final = 1.25
+# these return at once
+BUILT_IN: Final = (RunningMean, TaskHistory, OnlineRegression)
+# an error below this does no harm, whatever the mean's is
+MATTERS: Final = math.log(1.1)
+# at most, with its imports
+STARTS_S: Final = 60.0
+# of a prediction, in which the hub can do nothing
+HANGS_S: Final = 1.0
 SLOW_S: Final = 0.001  # of a prediction
-SLOW_IN_A_ROW: Final = 20  # a single one may be slow because the machine is busy
+# a single one may be slow because the machine is busy
+SLOW_IN_A_ROW: Final = 20
 MEANING: Final = "in which the hub can do nothing else"
 T = TypeVar("T")
 
@@ -102,15 +108,15 @@ class LengthPredictor:
         return self._own.estimator
 
     def predict(self, turn: UpcomingTurn) -> LengthPrediction:
-        """Predict a turn; without the estimator if it fails, or if the mean has been clearly
-        better.
-        """
+        """Predict a turn, by the mean if the estimator fails or has been clearly worse."""
         fallback = self._mean.predict(turn)
-        began = time.perf_counter()
+        started_at = time.perf_counter()
         own = self._ask(self._own.predict, turn)
-        self._slow_s = (
-            [*self._slow_s, taken_s] if (taken_s := time.perf_counter() - began) > SLOW_S else []
-        )
+        duration_s = time.perf_counter() - started_at
+        if duration_s > SLOW_S:
+            self._slow_s.append(duration_s)
+        else:
+            self._slow_s.clear()
         if len(self._slow_s) == SLOW_IN_A_ROW:
             typical = sorted(self._slow_s)[SLOW_IN_A_ROW // 2] * 1000
             self._note(
@@ -118,12 +124,12 @@ class LengthPredictor:
                 f"{SLOW_IN_A_ROW} predictions in a row took about {typical:.2g} ms each, {MEANING}",
             )
             self._slow_s = []
-        prediction = fallback if own is None or self._is_worse else own
-        if prediction is None:
+        quantiles = self._better(own, fallback)
+        if quantiles is None:
             return LengthPrediction(turn, 0, 0, own, fallback)
         median, high = (
-            min(max(round(math.exp(min(log_tokens, 30.0))), 1), turn.max_tokens)
-            for log_tokens in prediction[:2]
+            min(max(round(math.exp(min(quantile, 30.0))), 1), turn.max_tokens)
+            for quantile in quantiles[:2]
         )
         return LengthPrediction(turn, median, high, own, fallback)
 
@@ -132,19 +138,23 @@ class LengthPredictor:
         turn = prediction.turn
         own = prediction.own
         fallback = prediction.fallback
-        if (used_prediction := fallback if own is None or self._is_worse else own) is not None:
-            self._calibration.add(
-                used_prediction, math.log(max(tokens, 1)), math.log(turn.max_tokens)
-            )
+        if (quantiles := self._better(own, fallback)) is not None:
+            self._calibration.add(quantiles, math.log(max(tokens, 1)), math.log(turn.max_tokens))
         self._mean.learn(fallback, turn, tokens)
         self._ask(self._own.learn, own, turn, tokens)
         self.new += 1
         if self._is_worse:
-            off, mean = (math.exp(calibration.error) for calibration in (self._own, self._mean))
+            own_factor, mean_factor = (
+                math.exp(corrected.error) for corrected in (self._own, self._mean)
+            )
             self._note(
                 "errs",
-                f"its predictions are off by a factor of {off:.3g}, the mean by {mean:.3g}; {INSTEAD}",
+                f"its predictions are off by a factor of {own_factor:.3g}, "
+                f"the mean by {mean_factor:.3g}; {INSTEAD}",
             )
+
+    def _better(self, own: Quantiles | None, fallback: Quantiles | None) -> Quantiles | None:
+        return fallback if own is None or self._is_worse else own
 
     @property
     def _is_worse(self) -> bool:
@@ -164,7 +174,8 @@ class LengthPredictor:
             self._note(
                 "hangs", f"it takes longer than {HANGS_S:g} s and is not called again; {INSTEAD}"
             )
-        except BaseException as error:  # noqa: BLE001 - the user's code; a cancellation cannot arrive here
+        except BaseException as error:  # noqa: BLE001 - it may be the user's code
+            # no cancellation can arrive here
             self._note("fails", f"{told(error)}; {INSTEAD}")
         return None
 
@@ -176,16 +187,12 @@ class LengthPredictor:
 
 
 class Interrupted(BaseException):
-    """Raised in code that takes too long; not an Exception, so that it does not catch this as its
-    own.
-    """
+    """Raised in code that takes too long; no Exception, so that the code does not catch it."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise ``Interrupted`` in Python code that runs longer. Has no effect in other threads than
-    the main one.
-    """
+    """Raise ``Interrupted`` in Python code that runs longer; only in the main thread."""
     if math.isinf(seconds) or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -196,10 +203,12 @@ def time_limit(seconds: float) -> Iterator[None]:
             raise Interrupted(f"it takes longer than {seconds:g} s")
 
     handler = signal.signal(signal.SIGALRM, interrupt)
-    timer = signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)  # again, if it catches everything
+    # again, if it catches everything
+    timer = signal.setitimer(signal.ITIMER_REAL, seconds, 0.1)
     try:
         yield
     finally:
+        # first: the timer may fire once more before it is reset
         running = False
         signal.setitimer(signal.ITIMER_REAL, *timer)
         signal.signal(signal.SIGALRM, handler)
@@ -220,12 +229,11 @@ class HubLengths:
         self._choices: dict[str, Callable[[], LengthEstimator]] = {}
 
     def of(self, domain: str, make: Callable[[], LengthEstimator], policy: str) -> LengthPredictor:
-        """Return the predictor for a domain's turns; a baseline has one of its own, which uses the
-        mean.
+        """Return the predictor for a domain's turns; a baseline policy has its own, by the mean.
 
         Args:
-            make: for the first of a domain; ``renew`` replaces it, also for tickets with the
-                settings of before.
+            make: for the first of a domain; ``renew`` replaces it, also for tickets with earlier
+                settings.
         """
         if policy != wire.ACTOR:
             unused = LengthCalibration()

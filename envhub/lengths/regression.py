@@ -1,5 +1,4 @@
-"""Predicts a turn from its prompt, by a linear regression of log lengths that learns with every
-turn.
+"""Predicts a turn from its prompt, by a linear regression of log lengths that learns every turn.
 
 Features: length of the context, number of the turn, length of the turn before, and which tokens the
 end of the context holds, hashed. What they do not explain is left to the effects of tasks
@@ -65,17 +64,18 @@ class OnlineRegression(TaskHistory):
         self._unsolved = self._unsolved + weight
         share = weight / self._learnt
         self._center += share * (features - self._center)
-        x = features - self._center
-        self._products += share * (np.multiply.outer(x, x) - self._products)
-        self._with_above += share * (x * above - self._with_above)
+        centered = features - self._center
+        self._products += share * (np.multiply.outer(centered, centered) - self._products)
+        self._with_above += share * (centered * above - self._with_above)
         if self._unsolved >= SOLVE_EVERY:
             self._unsolved %= SOLVE_EVERY
             self._solve()
 
     def _solve(self) -> None:
         variances = np.diagonal(self._products)
-        ridge = self._products + np.diag(variances * _PRIOR / self._learnt + 1e-9)
-        self._weights = np.asarray(np.linalg.solve(ridge, self._with_above), np.float64)
+        # the last term keeps it invertible where a feature never varies
+        damped = self._products + np.diag(variances * _PRIOR / self._learnt + 1e-9)
+        self._weights = np.asarray(np.linalg.solve(damped, self._with_above), np.float64)
         self._offset = float(self._weights @ self._center)
 
     def knowledge(self) -> LengthKnowledge:
@@ -84,9 +84,9 @@ class OnlineRegression(TaskHistory):
         own = [self._center, self._with_above, self._products[_LOWER], np.array([self._learnt])]
         return history._replace(values=np.concatenate([history.values, *own], dtype=np.float32))
 
-    def adopt(self, known: LengthKnowledge) -> bool:
+    def adopt(self, knowledge: LengthKnowledge) -> bool:
         """Take over all means and solve the regression."""
-        values = known.values.astype(np.float64)
+        values = knowledge.values.astype(np.float64)
         if values.shape != (2 * LEVELS + 4 + _OWN,):
             return False
         own = values[-_OWN:]
@@ -95,7 +95,7 @@ class OnlineRegression(TaskHistory):
         products += np.tril(products, -1).T
         if np.diagonal(products).min() < 0 or own[-1] < 0:
             return False
-        super().adopt(known._replace(values=known.values[:-_OWN]))
+        super().adopt(knowledge._replace(values=knowledge.values[:-_OWN]))
         self._center = own[:SIZE]
         self._with_above = own[SIZE : 2 * SIZE]
         self._products = products
@@ -109,10 +109,12 @@ def turn_features(turn: UpcomingTurn) -> Vector:
     """Return the features of a turn, shape (36,)."""
     ids = turn.token_ids
     features = np.empty(SIZE)
-    last = ids[-END:]  # a copy, while the context may grow
-    tokens = (
-        np.frombuffer(last, np.uint32) if isinstance(last, array) else np.array(last, np.uint32)
-    )
+    # a copy, while the context may grow
+    last = ids[-END:]
+    if isinstance(last, array):
+        tokens = np.frombuffer(last, np.uint32)
+    else:
+        tokens = np.array(last, np.uint32)
     features[NUM_PLAIN:] = _LOG1P[np.bincount(tokens * _MULTIPLIER >> _SHIFT, minlength=NUM_HASHED)]
     features[:NUM_PLAIN] = (
         math.log(len(ids) or 1),

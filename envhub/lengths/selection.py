@@ -1,6 +1,4 @@
-"""Resolves the length estimator that a domain's settings name: a class, or a function of the
-user's.
-"""
+"""Resolves the length estimator that a domain's settings name, a class or a user's function."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ from envhub.lengths.base import LengthEstimator, UpcomingTurn
 
 
 class FunctionEstimator(LengthEstimator):
-    """A function of ``UpcomingTurn`` that returns what ``LengthEstimator.predict`` does; it learns
-    nothing.
-    """
+    """A function used as ``LengthEstimator.predict``; it learns nothing."""
 
     def __init__(self, function: Callable[..., Any], args: Mapping[str, Any]) -> None:
         super().__init__(args)
@@ -37,15 +33,15 @@ class EstimatorChoice:
     """A checked ``length_estimator`` with its arguments; call it for a new estimator."""
 
     name: str
-    found: Any
+    target: Any
     args: Any
 
     def __call__(self) -> LengthEstimator:
         """Return a new estimator."""
-        if isinstance(self.found, type):
-            estimator: LengthEstimator = self.found(self.args)
+        if isinstance(self.target, type):
+            estimator: LengthEstimator = self.target(self.args)
             return estimator
-        return FunctionEstimator(self.found, self.args)
+        return FunctionEstimator(self.target, self.args)
 
 
 def load_estimator(domain: str, name: str, args: Mapping[str, Any]) -> EstimatorChoice:
@@ -56,32 +52,30 @@ def load_estimator(domain: str, name: str, args: Mapping[str, Any]) -> Estimator
     """
     key = f"domains.{domain}.length_estimator"
     try:
-        estimator_class: Any = resolve("length_estimators", name, ESTIMATORS)
+        target: Any = resolve("length_estimators", name, ESTIMATORS)
     except ConfigError as error:
         raise ConfigError(key, name, error.allowed) from None
-    if isinstance(estimator_class, type):
-        if not issubclass(estimator_class, LengthEstimator):
+    if isinstance(target, type):
+        if not issubclass(target, LengthEstimator):
             raise ConfigError(
                 key,
                 name,
                 "a class that derives from envhub.lengths.base.LengthEstimator, or a function",
             )
-        check_method(key, name, estimator_class, "predict", ("turn",), base=LengthEstimator)
-        check_method(key, name, estimator_class, "observe", ("turn", "tokens"))
-        return EstimatorChoice(
-            name, estimator_class, parse(f"{key}_args", dict(args), estimator_class.Args)
-        )
+        check_method(key, name, target, "predict", ("turn",), base=LengthEstimator)
+        check_method(key, name, target, "observe", ("turn", "tokens"))
+        return EstimatorChoice(name, target, parse(f"{key}_args", dict(args), target.Args))
     if not args:
-        check_call(key, name, estimator_class, ("turn",))
+        check_call(key, name, target, ("turn",))
     else:
         try:
-            inspect.signature(estimator_class).bind("turn", **args)
+            inspect.signature(target).bind("turn", **args)
         except TypeError as error:
             raise ConfigError(f"{key}_args", dict(args), f"arguments of {name}: {error}") from None
-    return EstimatorChoice(name, estimator_class, dict(args))
+    return EstimatorChoice(name, target, dict(args))
 
 
 def task_key(prompt: Sequence[int]) -> int:
-    """Return a 32-bit number of an episode's first prompt, never 0; equal prompts have equal ones."""
+    """Return a 32-bit hash of an episode's first prompt, never 0."""
     ids = prompt if isinstance(prompt, array) else array("i", prompt)
     return zlib.crc32(ids.tobytes()) or 1

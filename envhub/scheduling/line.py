@@ -43,9 +43,8 @@ class _Waiting:
 class GroupQueue:
     """Groups that were taken and have not begun, first come, first served.
 
-    A suspect group begins when no other is in hand, and none begins while it is in hand. A group
-    that is not judged yet holds up those behind it, so that they cannot overtake a suspect for
-    ever.
+    A suspect group begins when no other is in hand, and none begins while it is in hand. Groups
+    behind an unjudged group wait, so that none can keep overtaking a suspect one.
     """
 
     def __init__(self) -> None:
@@ -79,8 +78,10 @@ class GroupQueue:
             self._alone = ""
 
     def next(self, *, idle: bool) -> GroupJob | None:
-        """Remove and return the group that begins now, if any; ``idle``: the hub has ended and
-        stored all others.
+        """Remove and return the group that begins now, if any.
+
+        Args:
+            idle: whether the hub has ended and stored all others.
         """
         first = next(iter(self._waiting.values()), None)
         if first is None or self._alone or first.alone is None or (first.alone and not idle):

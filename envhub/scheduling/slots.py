@@ -34,8 +34,10 @@ CLOSED_FOR: dict[FailureKind, ClosedReason] = {
 HOPELESS: frozenset[FailureKind] = frozenset(("fatal", "large"))
 # the machine may be to blame
 OF_THE_HOST: frozenset[FailureKind] = frozenset(("env", "machine", "fatal", "timeout"))
+# so that another hub takes the ticket, not this one again
 HAND_BACK_DELAY_S = 1.0
-STRAGGLERS = 4  # a group waits for its last episodes when at most one in this many is open
+# a group waits for its last episodes when at most one in this many is open
+STRAGGLERS = 4
 
 
 @dataclass(frozen=True)
@@ -114,10 +116,10 @@ class _Group:
     until: float
     waiting: int
     running: dict[int, int] = field(default_factory=dict)  # episode -> attempt
-    done: set[int] = field(default_factory=set)
-    lost: set[int] = field(default_factory=set)
+    finished: set[int] = field(default_factory=set)
+    failed: set[int] = field(default_factory=set)  # beyond their retries
     oldest_version: int | None = None
-    hurried: bool = False  # whether only its last episodes are open
+    is_hurried: bool = False  # only its last episodes are open
     solved: dict[int, bool] = field(default_factory=dict)  # episodes whose success is final
 
 
@@ -148,17 +150,13 @@ class EpisodeSlots:
 
     @property
     def free(self) -> int:
-        """Slots not running, waited for or reserved; negative if more episodes wait than there is
-        room for.
-        """
-        num_waiting = sum(self._need(job.group_size) for job in self._line.jobs())
-        return self.n - self.running - len(self._queue) - self._reserved - num_waiting
+        """Slots not in use, waited for or reserved; negative if too many episodes wait."""
+        num_queued = sum(self._need(job.group_size) for job in self._line.jobs())
+        return self.n - self.running - len(self._queue) - self._reserved - num_queued
 
     @property
     def jobs(self) -> list[str]:
-        """Keys of the groups in hand: those that have begun, oldest first, then those that wait to
-        begin.
-        """
+        """Keys of the groups in hand: those that have begun, oldest first, then waiting ones."""
         return [*self._groups, *(job.key for job in self._line.jobs())]
 
     @property
@@ -166,23 +164,19 @@ class EpisodeSlots:
         """Keys of the groups that have begun, oldest first."""
         return list(self._groups)
 
-    def what_next(self, key: str, episode: int, actions: list[Action]) -> str:
-        """Return what ``failed`` led to if it cost only time, for the log; the end of a ticket has
-        its own line.
-        """
+    def describe_retry(self, key: str, episode: int, actions: list[Action]) -> str:
+        """Return what ``failed`` led to, for the log; empty if it ended the ticket."""
         if any(isinstance(action, HandBack) and action.key == key for action in actions):
             return "its ticket goes back to the queue and will be played again"
         if (group := self._groups.get(key)) is None:
             return ""
-        is_repeated = episode in group.running or any(
-            entry[:2] == (key, episode) for entry in self._queue
-        )
-        return "the episode starts again" if is_repeated else ""
+        is_waiting = any(entry[:2] == (key, episode) for entry in self._queue)
+        if not is_waiting and episode not in group.running:
+            return ""
+        return "the episode starts again"
 
     def reserve(self, group_size: int, limit: int) -> int:
-        """Reserve room for up to ``limit`` groups and return for how many; each is later offered or
-        released.
-        """
+        """Reserve room for up to ``limit`` groups; return how many, to be offered or released."""
         if self.draining or self._line:
             return 0
         need = self._need(group_size)
@@ -195,14 +189,15 @@ class EpisodeSlots:
         self._reserved -= count * self._need(group_size)
 
     def _need(self, group_size: int) -> int:
-        return min(group_size, self.n)  # a group larger than the hub needs all of it
+        # a group larger than the hub needs all of it
+        return min(group_size, self.n)
 
     def offer(self, job: GroupJob, now: float) -> list[Action]:
         """Take a ticket. Its reserved room, if any, must have been released just before."""
         return self._accept(job, alone=False) or self._enter(now)
 
     def hold(self, job: GroupJob) -> list[Action]:
-        """Take a ticket that must be judged by ``admit`` or ``condemn`` before it begins."""
+        """Take a ticket that waits for ``admit`` or ``close_poisonous`` before it begins."""
         return self._accept(job, alone=None)
 
     def admit(self, key: str, now: float, *, alone: bool) -> list[Action]:
@@ -210,13 +205,16 @@ class EpisodeSlots:
         self._line.judge(key, alone=alone)
         return self._enter(now)
 
-    def condemn(self, key: str, detail: str) -> list[Action]:
+    def close_poisonous(self, key: str, detail: str) -> list[Action]:
         """Close a held job as poisonous."""
-        return self._stop(key, CloseTicket(key, "poisonous", detail)) if key in self._line else []
+        if key not in self._line:
+            return []
+        return self._stop(key, CloseTicket(key, "poisonous", detail))
 
     def _accept(self, job: GroupJob, *, alone: bool | None) -> list[Action]:
         if job.key in self._groups or job.key in self._line:
-            return []  # redelivered while it still runs here
+            # redelivered while it still runs here
+            return []
         if job.num_delivered >= MAX_DELIVERIES:
             detail = f"delivered {job.num_delivered} times and never finished"
             return [CloseTicket(job.key, "too_many_deliveries", detail)]
@@ -236,60 +234,60 @@ class EpisodeSlots:
         """Note that an episode finished."""
         if (group := self._leave(key, episode)) is None:
             return self._fill()
-        group.done.add(episode)
+        group.finished.add(episode)
         return self._settle(group) or self._hurry(group) + self._fill()
 
     def judged(self, key: str, episode: int, *, solved: bool) -> list[Action]:
-        """Note the final success of a finished episode: close the group if it is certain to be
-        filtered.
-        """
+        """Note whether an episode succeeded; close its group once it is sure to be filtered."""
         group = self._groups.get(key)
-        if group is None or not group.job.pass_rate or episode not in group.done:
+        if group is None or not group.job.pass_rate or episode not in group.finished:
             return []
         job = group.job
         sampled = range(group.job.group_size - group.job.num_greedy)
         if episode not in sampled:
             return []
         group.solved[episode] = solved
-        num_open = sum(
-            episode not in group.solved and episode not in group.lost for episode in sampled
-        )
+        num_open = sum(index not in group.solved and index not in group.failed for index in sampled)
         num_solved = sum(group.solved.values())
-        num_known = len(group.solved)
+        num_judged = len(group.solved)
         low, high = job.pass_rate
-        if not never_within(num_solved, num_known, num_open, low, high):
+        if not never_within(num_solved, num_judged, num_open, low, high):
             return []
-        detail = f"{num_solved} of {num_known} episodes succeeded, {num_open} open; pass_rate {low:g} to {high:g}"
+        detail = (
+            f"{num_solved} of {num_judged} episodes succeeded, {num_open} open; "
+            f"pass_rate {low:g} to {high:g}"
+        )
         return self._end(group, CloseTicket(key, "filtered", detail))
 
     def failed(
         self, key: str, episode: int, kind: FailureKind, detail: str, *, own: bool = True
     ) -> list[Action]:
-        """Start a failed episode again, or lose it after ``max_retries``, at once if ``kind`` is
-        hopeless.
+        """Start a failed episode again, unless its retries are used up or ``kind`` is hopeless.
 
-        ``own``: whether the ticket is to blame, as it always is for hopeless kinds; if not, another
-        hub should try.
+        Args:
+            own: whether the ticket is to blame, as it always is for hopeless kinds; if not, another
+                hub should try.
         """
-        attempt = self._groups[key].running.get(episode, 0) if key in self._groups else 0
+        begun_group = self._groups.get(key)
+        attempt = 0 if begun_group is None else begun_group.running.get(episode, 0)
         if (group := self._leave(key, episode)) is None:
             return self._fill()
         if kind not in HOPELESS and attempt < self.max_retries:
+            # in front, as its group already waits for it
             self._queue.appendleft((key, episode, attempt + 1))
             group.waiting += 1
             return self._fill()
-        group.lost.add(episode)
-        if group.job.group_size - len(group.lost) < group.job.min_group_size:
+        group.failed.add(episode)
+        if group.job.group_size - len(group.failed) < group.job.min_group_size:
             detail = f"episode {episode}, attempt {attempt + 1}: {detail}"
-            reason = CLOSED_FOR.get(kind) if own or kind in HOPELESS else None
-            back = HandBack(key, HAND_BACK_DELAY_S, detail)
-            return self._end(group, back if reason is None else CloseTicket(key, reason, detail))
+            reason = CLOSED_FOR.get(kind)
+            if reason is None or not (own or kind in HOPELESS):
+                return self._end(group, HandBack(key, HAND_BACK_DELAY_S, detail))
+            return self._end(group, CloseTicket(key, reason, detail))
         return self._settle(group) or self._hurry(group) + self._fill()
 
     def sampled(self, key: str, oldest_version: int) -> list[Action]:
-        """Note that tokens were sampled for a group; ``oldest_version`` is the oldest policy
-        version among them.
-        """
+        """Note that tokens were sampled for a group, the oldest by policy ``oldest_version``."""
         if (group := self._groups.get(key)) is None:
             return []
         if group.oldest_version is None or oldest_version < group.oldest_version:
@@ -312,8 +310,7 @@ class EpisodeSlots:
         idle: bool = True,
         left_s: Callable[[str, int], float] = lambda _key, _episode: 0.0,
     ) -> list[Action]:
-        """End groups beyond their deadline with what they have, or without a group; begin the next
-        ones.
+        """End groups whose deadline has passed, and begin the next ones.
 
         Args:
             idle: nothing that this hub ended is still being stored, so that a suspect group may
@@ -321,45 +318,43 @@ class EpisodeSlots:
             left_s: returns for how long a running episode is still expected to run, 0 unknown.
         """
         actions: list[Action] = []
+        # lists, as ending a group changes the dict
         for group in [group for group in self._groups.values() if now >= group.until]:
-            done_episodes = tuple(sorted(group.done))
             job = group.job
-            short = f"{len(done_episodes)} of at least {job.min_group_size} episodes after {job.deadline_s:g} s"
-            is_enough = len(done_episodes) >= job.min_group_size
-            ending = (
-                FinishGroup(job.key, done_episodes)
-                if is_enough
-                else CloseTicket(job.key, "deadline", short)
-            )
-            actions += self._end(group, ending)
+            count = len(group.finished)
+            if count >= job.min_group_size:
+                actions += self._finish(group)
+                continue
+            detail = f"{count} of at least {job.min_group_size} episodes after {job.deadline_s:g} s"
+            actions += self._end(group, CloseTicket(job.key, "deadline", detail))
         for group in [
             group for group in self._groups.values() if self._waits_in_vain(group, now, left_s)
         ]:
-            actions += self._end(group, FinishGroup(group.job.key, tuple(sorted(group.done))))
+            actions += self._finish(group)
         return actions + self._enter(now, idle=idle)
 
     def _waits_in_vain(
         self, group: _Group, now: float, left_s: Callable[[str, int], float]
     ) -> bool:
-        """Return whether a group has enough episodes, and all others are expected to take far
-        longer than it has.
-        """
+        """Return whether a group has enough episodes, and all others would take far too long."""
         job = group.job
-        if job.straggler_factor is None or group.waiting or len(group.done) < job.min_group_size:
+        if (
+            job.straggler_factor is None
+            or group.waiting
+            or len(group.finished) < job.min_group_size
+        ):
             return False
-        most_s = job.straggler_factor * (now - group.began)
-        return all(left_s(job.key, episode) > most_s for episode in group.running)
+        limit_s = job.straggler_factor * (now - group.began)
+        return all(left_s(job.key, episode) > limit_s for episode in group.running)
 
     def _hurry(self, group: _Group) -> list[Action]:
-        """Let the last open episodes of a group go before those of others, as it counts only as a
-        whole.
-        """
+        """Start a group's last episodes before those of others, as it counts only as a whole."""
         job = group.job
-        if group.hurried or len(group.running) + group.waiting > job.group_size // STRAGGLERS:
+        if group.is_hurried or len(group.running) + group.waiting > job.group_size // STRAGGLERS:
             return []
-        group.hurried = True
+        group.is_hurried = True
         if group.waiting:
-            # stable
+            # the sort is stable, so all others keep their order
             self._queue = deque(sorted(self._queue, key=lambda entry: entry[0] != job.key))
         return [HurryEpisode(job.key, episode) for episode in group.running]
 
@@ -393,32 +388,39 @@ class EpisodeSlots:
             group.running[episode] = attempt
             self.running += 1
             actions.append(StartEpisode(key, episode, attempt))
-            if group.hurried:
+            if group.is_hurried:
                 actions.append(HurryEpisode(key, episode))
         return actions
 
     def _leave(self, key: str, episode: int) -> _Group | None:
         group = self._groups.get(key)
         if group is None or group.running.pop(episode, None) is None:
-            return None  # its group has ended, or it never started
+            # its group has ended, or it never started
+            return None
         self.running -= 1
         return group
 
     def _settle(self, group: _Group) -> list[Action]:
         """Finish the group if it is complete, or has enough episodes and none is left."""
         job = group.job
-        count = len(group.done)
+        count = len(group.finished)
         is_open = group.running or group.waiting or count < job.min_group_size
         if count < job.group_size - job.num_redundant and is_open:
             return []
-        return self._end(group, FinishGroup(job.key, tuple(sorted(group.done))))
+        return self._finish(group)
+
+    def _finish(self, group: _Group) -> list[Action]:
+        return self._end(group, FinishGroup(group.job.key, tuple(sorted(group.finished))))
 
     def _close_if_late(self, group: _Group) -> list[Action]:
-        most = group.job.max_staleness
+        max_staleness = group.job.max_staleness
         oldest = group.oldest_version
-        if most is None or oldest is None or self.version - oldest <= most:
+        if max_staleness is None or oldest is None or self.version - oldest <= max_staleness:
             return []
-        detail = f"oldest token of version {oldest}, learner at version {self.version}, max_staleness {most}"
+        detail = (
+            f"oldest token of version {oldest}, learner at version {self.version}, "
+            f"max_staleness {max_staleness}"
+        )
         return self._end(group, CloseTicket(group.job.key, "late", detail))
 
     def _end(self, group: _Group, ending: Action) -> list[Action]:
@@ -427,7 +429,8 @@ class EpisodeSlots:
     def _stop(self, key: str, ending: Action) -> list[Action]:
         self._line.leave(key)
         if (group := self._groups.pop(key, None)) is None:
-            return [ending]  # it had not begun
+            # it had not begun
+            return [ending]
         if group.waiting:
             self._queue = deque(entry for entry in self._queue if entry[0] != key)
         self.running -= len(group.running)

@@ -1,8 +1,7 @@
-"""A clock that stops while a hub cannot work: while all servers sleep, and while its event loop
-stands.
+"""A clock that stops while a hub cannot work: while all servers sleep, or its event loop hangs.
 
 Deadlines of groups, and timeouts of episodes and turns, are on it. So a hub that was frozen,
-suspended or starved does not find everything too late when it goes on.
+suspended or starved does not find everything too late when it continues.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from contextlib import asynccontextmanager
 from typing import Final
 
 BEAT_S: Final = 0.25
-STANDS_AFTER_S: Final = 1.0  # without a beat; a busy loop is later than BEAT_S
+# without a beat; a busy loop is later than BEAT_S
+STANDS_AFTER_S: Final = 1.0
 
 
 class AwakeClock:
-    """Monotonic seconds, without those in which ``note(True)`` was the last word or the event loop
-    stood.
+    """Monotonic seconds, without those since ``note(True)`` or in which the event loop hung.
 
     Args:
         clock: the clock below it, in seconds.
@@ -35,7 +34,8 @@ class AwakeClock:
 
     def now(self) -> float:
         """Return the seconds."""
-        return (self._since if self._since is not None else self._running()) - self._lost_s
+        clock_s = self._running() if self._since is None else self._since
+        return clock_s - self._lost_s
 
     async def serve(self) -> None:
         """Watch the event loop until cancelled."""
@@ -68,6 +68,7 @@ class AwakeClock:
             try:
                 yield timeout
             finally:
+                # a timer that remains would fire after its episode
                 self._limits.pop(timeout).close()
 
     @property
@@ -77,8 +78,9 @@ class AwakeClock:
 
     def _running(self) -> float:
         """Return the clock below, at most a little later than the newest beat."""
-        now = self._clock()
-        return now if self._beat_at is None else min(now, self._beat_at + STANDS_AFTER_S)
+        if self._beat_at is None:
+            return self._clock()
+        return min(self._clock(), self._beat_at + STANDS_AFTER_S)
 
     def _beat(self) -> None:
         now = self._clock()
@@ -90,9 +92,7 @@ class AwakeClock:
 
 
 class _Limit:
-    """The end of one timeout, which its clock decides on: the loop's own timers run out while the
-    loop stands.
-    """
+    """The end of one timeout by its clock, as the loop's own timers expire while the loop hangs."""
 
     def __init__(self, clock: AwakeClock, timeout: asyncio.Timeout, ends_at: float) -> None:
         self._clock = clock

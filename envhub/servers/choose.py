@@ -1,4 +1,4 @@
-"""Chooses the rollout server of a request from presence and the hub's own requests in flight. Pure."""
+"""Chooses a request's rollout server, from presence and the hub's requests in flight. Pure."""
 
 from __future__ import annotations
 
@@ -41,12 +41,9 @@ class ServerLoad(msgspec.Struct, frozen=True):
 
     @property
     def rank(self) -> tuple[bool, float]:
-        """Sort key of servers for one more request: a free slot first, then the least work for
-        their speed.
-        """
-        return self.load >= self.slots, (
-            (self.work if self.work >= 0 else self.load) + 1
-        ) / self.speed
+        """Sort key for one more request: a free slot first, then the least work for the speed."""
+        work = self.work if self.work >= 0 else self.load
+        return self.load >= self.slots, (work + 1) / self.speed
 
 
 def choose(
@@ -69,15 +66,17 @@ def choose(
     """
     if len(servers) == 1:
         return servers[0]
-    able = [server for server in servers if server.id not in avoid] or list(servers)
-    able = [server for server in able if server.policy_version >= min_version] or able
-    if not able:
+    candidates = [server for server in servers if server.id not in avoid] or list(servers)
+    candidates = [
+        server for server in candidates if server.policy_version >= min_version
+    ] or candidates
+    if not candidates:
         return None
-    for server in able:
+    for server in candidates:
         if server.id == near and server.shares_prefixes and server.load < server.slots:
             return server
-    best = min(_two(able, rng), key=lambda server: server.rank)
-    for server in able:
+    best = min(_draw_pair(candidates, rng), key=lambda server: server.rank)
+    for server in candidates:
         if server.id == sticky and (
             server.load < server.slots or server.pressure - best.pressure <= SLACK
         ):
@@ -85,13 +84,15 @@ def choose(
     return best
 
 
-def _two(servers: Sequence[ServerLoad], rng: random.Random) -> list[ServerLoad]:
+def _draw_pair(servers: Sequence[ServerLoad], rng: random.Random) -> list[ServerLoad]:
     """Draw two different servers by weight, or the only one."""
-    first = _draw(servers, rng)
-    other_servers = [server for server in servers if server is not first and server.weight > 0]
-    return [first, _draw(other_servers, rng)] if other_servers else [first]
+    first = _draw_server(servers, rng)
+    candidates = [server for server in servers if server is not first and server.weight > 0]
+    if not candidates:
+        return [first]
+    return [first, _draw_server(candidates, rng)]
 
 
-def _draw(servers: Sequence[ServerLoad], rng: random.Random) -> ServerLoad:
+def _draw_server(servers: Sequence[ServerLoad], rng: random.Random) -> ServerLoad:
     weights = [server.weight for server in servers]
     return rng.choices(servers, weights if any(weights) else None)[0]

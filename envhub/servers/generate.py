@@ -1,6 +1,4 @@
-"""Requests tokens until a turn is complete: changes servers after failures, continues partial
-outputs.
-"""
+"""Requests tokens until a turn is complete, from another server after a failure."""
 
 from __future__ import annotations
 
@@ -29,11 +27,14 @@ from envhub.servers.sample import REQUEST_BYTES, TOKEN_BYTES
 
 log = logging.getLogger(__name__)
 
-GRACE_S: Final = 2.0  # for a reply that the server sends at its deadline
+# for a reply that the server sends at its deadline
+GRACE_S: Final = 2.0
 # to twice that, between looks at servers that are full of other hubs' requests
 FULL_PAUSE_S: Final = 1.0
-LOOK_COSTS_S: Final = 0.001  # so that thousands of waiting turns cost a few percent of a core
-NOTHING_PAUSE_S: Final = 0.02  # after a reply without tokens, before the next request
+# so that thousands of waiting turns cost a few percent of a core
+LOOK_COSTS_S: Final = 0.001
+# after a reply without tokens, before the next request
+NOTHING_PAUSE_S: Final = 0.02
 # tokens of a prompt from which on it is worth having a group on one server
 SHARED_LEAST: Final = 256
 PROMPTS_MOST: Final = 1024
@@ -119,8 +120,7 @@ class SampledTurn:
 
 
 class TurnGenerator:
-    """Samples any number of turns at once; the request of a cancelled turn is aborted at its
-    server.
+    """Samples any number of turns at once; a cancelled turn is aborted at its server.
 
     Args:
         clock: seconds that count for ``TurnRequest.timeout_s``.
@@ -151,7 +151,7 @@ class TurnGenerator:
         self._prompts: dict[str, str] = {}  # group -> server that got its prompt first, newest last
         self._hurried: set[str] = set()  # episodes that others wait for
         # server -> time of its last request, on the loop's clock
-        self._asked: dict[str, float] = {}
+        self._last_requests: dict[str, float] = {}
         self._waiting: deque[asyncio.Future[None]] = deque()  # for room in a server
         self._reminders = Reminders()
         self.retries = self.tokens = 0
@@ -160,16 +160,14 @@ class TurnGenerator:
     def servers(self, policy: str) -> list[ServerLoad]:
         """Return the followed servers that serve a policy."""
         serving = [
-            server
-            for server in self._followed.alive(policy)
-            if server.state == "serving" and server.address
+            presence
+            for presence in self._followed.alive(policy)
+            if presence.state == "serving" and presence.address
         ]
         return self._in_flight.loads(serving, self._followed.weights(policy))
 
     def hurry(self, episode: str) -> None:
-        """Give an episode's further requests a priority, because others wait for it, until
-        ``forget``.
-        """
+        """Give an episode's requests a priority until ``forget``, because others wait for it."""
         self._hurried.add(episode)
 
     def forget(self, episode: str) -> None:
@@ -178,15 +176,13 @@ class TurnGenerator:
         self.open.forget(episode)
 
     def in_use(self) -> set[str]:
-        """Return the servers with requests in flight, or used so recently that their conversations
-        may return.
-        """
+        """Return the servers with requests in flight, and those used a short time ago."""
         since = asyncio.get_running_loop().time() - KEPT_S
         busy = self._in_flight.requests
-        self._asked = {
-            server: at for server, at in self._asked.items() if at > since or busy(server)
+        self._last_requests = {
+            server: at for server, at in self._last_requests.items() if at > since or busy(server)
         }
-        return set(self._asked)
+        return set(self._last_requests)
 
     async def turn(self, ask: TurnRequest) -> SampledTurn:
         """Sample one turn.
@@ -194,8 +190,13 @@ class TurnGenerator:
         Raises:
             TurnFailed: if no server completes it within ``ask.timeout_s`` and ``max_retries``.
         """
-        lengths = ask.expected_tokens, ask.expected_high, ask.sampling.max_tokens
-        turn = OpenTurn(ask.episode, self._clock(), *lengths)
+        turn = OpenTurn(
+            ask.episode,
+            self._clock(),
+            ask.expected_tokens,
+            high=ask.expected_high,
+            max_tokens=ask.sampling.max_tokens,
+        )
         count = 0
         self.open.began(turn)
         try:
@@ -211,18 +212,16 @@ class TurnGenerator:
 
     async def _turn(self, ask: TurnRequest) -> SampledTurn:
         until = self._clock() + ask.timeout_s
+        # leaves each retry its share of the time
         attempt_s = ask.timeout_s / (self._max_retries + 1)
         avoid: frozenset[str] = frozenset()
         interrupted = 0
         refused = set[str]()
-        # the group, whose conversations begin with the same prompt; an answer that was interrupted
-        # has its own
-        group = (
-            ""
-            if ask.sticky or len(ask.token_ids) < SHARED_LEAST
-            else ask.episode.rpartition(".")[0].rpartition(".")[0]
-        )
-        done = None
+        # the group, whose conversations begin with the same prompt; later turns have own servers
+        group = ""
+        if not ask.sticky and len(ask.token_ids) >= SHARED_LEAST:
+            group = ask.episode.rpartition(".")[0].rpartition(".")[0]
+        partial = None
         problem = "there is no rollout server"
         failures = 0
         sticky = ask.sticky
@@ -230,17 +229,17 @@ class TurnGenerator:
         while (left_s := until - self._clock()) > 0:
             servers = self.servers(ask.policy)
             near = "" if sticky else self._prompts.get(group, "")
-            if near in avoid or all(one.id != near for one in servers):
-                near = ""  # the group's next server takes its place
-            size = (
-                TOKEN_BYTES
-                * (len(ask.token_ids) + (len(done.token_ids) if done is not None else 0))
-                + REQUEST_BYTES
-            )
+            if near in avoid or all(candidate.id != near for candidate in servers):
+                # the group's next server takes its place
+                near = ""
+            num_tokens = len(ask.token_ids)
+            if partial is not None:
+                num_tokens += len(partial.token_ids)
+            size = TOKEN_BYTES * num_tokens + REQUEST_BYTES
             roomy = [
-                one
-                for one in servers
-                if one.id not in refused and self._in_flight.has_room(one.id, size)
+                candidate
+                for candidate in servers
+                if candidate.id not in refused and self._in_flight.has_room(candidate.id, size)
             ]
             if servers and not roomy:
                 until += await self._wait_for_room(len(servers))
@@ -257,7 +256,7 @@ class TurnGenerator:
                 self._forget_prompts()
             try:
                 reply = await self._ask(
-                    server, self._request(ask, done, min(attempt_s, left_s)), size
+                    server, self._request(ask, partial, min(attempt_s, left_s)), size
                 )
             except _ServerBusy:
                 refused.add(server.id)
@@ -270,40 +269,41 @@ class TurnGenerator:
                 if failures > self._max_retries:
                     break
                 continue
-            whole = reply.finish_reason in ("stop", "length")
-            if not (whole or ask.sampling.is_resumable):  # start over
+            is_whole = reply.finish_reason in ("stop", "length")
+            if not (is_whole or ask.sampling.is_resumable):  # start over
                 reply = _without_tokens(reply)
-                done = None
+                partial = None
                 if reply.finish_reason == "deadline":
                     # the server works, and the same time would be too short again
                     attempt_s = ask.timeout_s
-            done = _with(done, reply)
+            partial = _extend_turn(partial, reply)
             self.tokens += len(reply.token_ids.data) // 4
-            if whole:
-                return done
+            if is_whole:
+                return partial
             problem = f"{server.id}: {reply.finish_reason} before the turn was complete"
             sticky = server.id
             avoid = frozenset({server.id} if reply.finish_reason == "abort" else ())
             interrupted += reply.finish_reason == "abort"
             if interrupted == INTERRUPTIONS_MOST:
                 ask = msgspec.structs.replace(ask, priority=max(ask.priority, 1))
-            if len(done.token_ids) >= ask.sampling.max_tokens:
-                done.finish_reason = "length"
-                return done
+            if len(partial.token_ids) >= ask.sampling.max_tokens:
+                partial.finish_reason = "length"
+                return partial
             if not reply.token_ids.data:
                 await asyncio.sleep(NOTHING_PAUSE_S)
         bounds = f"policy {ask.policy}, within {ask.timeout_s:g} s"
         raise TurnFailed(f"no complete turn after {failures} failures: {problem} ({bounds})")
 
     def _request(
-        self, ask: TurnRequest, done: SampledTurn | None, deadline_s: float
+        self, ask: TurnRequest, partial: SampledTurn | None, deadline_s: float
     ) -> wire.GenerateRequest:
         context = ask.token_ids
         sampling = ask.sampling
         expected = ask.expected_tokens
         high = ask.expected_high
-        if done is not None and (count := len(done.token_ids)):
-            context = array("i", context) + done.token_ids
+        if partial is not None and (count := len(partial.token_ids)):
+            context = array("i", context) + partial.token_ids
+            # a new one, else the same random numbers would be drawn again
             seed = None if sampling.seed is None else mix(sampling.seed, count)
             sampling = msgspec.structs.replace(
                 sampling, max_tokens=sampling.max_tokens - count, seed=seed
@@ -323,10 +323,9 @@ class TurnGenerator:
         )
 
     async def _wait_for_room(self, num_servers: int) -> float:
-        """Wait until a server may take another request; return for how long, which does not count
-        as the turn's time.
+        """Wait until a server may take another request. Return the seconds, which do not count.
 
-        A server that is full is no failure. One turn waits no longer each time a request ends.
+        A server that is full is no failure. Each request that ends wakes one turn.
         """
         if self._reminders.due(time.monotonic()):
             log.info(
@@ -334,22 +333,22 @@ class TurnGenerator:
                 num_servers,
                 len(self._waiting) + 1,
             )
-        began = self._clock()
+        started_at = self._clock()
         freed = asyncio.get_running_loop().create_future()
         self._waiting.append(freed)
         try:
-            pause_s = max(FULL_PAUSE_S, len(self._waiting) * LOOK_COSTS_S) * self._rng.uniform(
-                1.0, 2.0
-            )
-            await asyncio.wait({freed}, timeout=pause_s)  # requests of other hubs may have ended
+            pause_s = max(FULL_PAUSE_S, len(self._waiting) * LOOK_COSTS_S)
+            # the timeout is needed, as nothing reports the end of other hubs' requests
+            await asyncio.wait({freed}, timeout=pause_s * self._rng.uniform(1.0, 2.0))
         except asyncio.CancelledError:
+            # its place goes to the next turn, else it would be lost
             if freed.done():
                 self._admit_waiting()
             raise
         finally:
             if not freed.done():
                 self._waiting.remove(freed)
-        return self._clock() - began
+        return self._clock() - started_at
 
     def _admit_waiting(self) -> None:
         if self._waiting:
@@ -360,7 +359,7 @@ class TurnGenerator:
     ) -> wire.GenerateReply:
         is_busy = False
         self._in_flight.sent(server.id, request.expected_tokens, size)
-        self._asked[server.id] = asyncio.get_running_loop().time()
+        self._last_requests[server.id] = asyncio.get_running_loop().time()
         try:
             reply = await self._client.generate(
                 server.address, request, timeout_s=request.deadline_s + GRACE_S
@@ -377,24 +376,23 @@ class TurnGenerator:
         if reply.finish_reason == "error":
             raise RequestFailed(reply.error)
         count = len(reply.token_ids.data) // 4
-        most = request.sampling.max_tokens
-        if count > most:
+        max_tokens = request.sampling.max_tokens
+        if count > max_tokens:
             raise RequestFailed(
-                f"the server returned {count} tokens, at most {most} were requested"
+                f"the server returned {count} tokens, at most {max_tokens} were requested"
             )
         return reply
 
 
 def mix(*values: int) -> int:
-    """Return a 48-bit seed made of other seeds and counters, without structure between neighbours
-    (splitmix64).
-    """
+    """Return a 48-bit seed made of other seeds and counters (splitmix64)."""
     return stirred(0, *values) >> 16
 
 
 def stirred(mixed: int, *values: int) -> int:
-    """Return all 64 bits of ``mix``, which can be extended: ``mix(a, b) == stirred(stirred(0, a),
-    b) >> 16``.
+    """Return all 64 bits of ``mix``, which can be extended.
+
+    ``mix(a, b) == stirred(stirred(0, a), b) >> 16``.
     """
     for value in values:
         mixed = (mixed + value + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
@@ -404,19 +402,25 @@ def stirred(mixed: int, *values: int) -> int:
     return mixed
 
 
-def _with(done: SampledTurn | None, reply: wire.GenerateReply) -> SampledTurn:
+def _extend_turn(partial: SampledTurn | None, reply: wire.GenerateReply) -> SampledTurn:
     """Return what was sampled before, if anything, followed by a reply."""
     ids, logprobs, runs = (
         wire.growable_array(column)
         for column in (reply.token_ids, reply.logprobs, reply.version_runs)
     )
-    if done is not None:
-        ids = done.token_ids + ids
-        logprobs = done.logprobs + logprobs
-        runs = done.version_runs + runs
+    if partial is not None:
+        ids = partial.token_ids + ids
+        logprobs = partial.logprobs + logprobs
+        runs = partial.version_runs + runs
     reshaped = reply.reshaped.data if reply.reshaped is not None else b""
     return SampledTurn(
-        ids, logprobs, runs, reply.finish_reason, reply.server, reshaped, _top(reply)
+        ids,
+        logprobs,
+        runs,
+        finish_reason=reply.finish_reason,
+        server=reply.server,
+        reshaped=reshaped,
+        top=_top_tokens(reply),
     )
 
 
@@ -432,10 +436,8 @@ def _without_tokens(reply: wire.GenerateReply) -> wire.GenerateReply:
     return msgspec.structs.replace(reply, top_ids=None, top_logprobs=None, **columns)
 
 
-def _top(reply: wire.GenerateReply) -> list[list[tuple[int, float]]]:
-    """Return the likeliest tokens at each position; in a reply, a repeated one fills an empty
-    place.
-    """
+def _top_tokens(reply: wire.GenerateReply) -> list[list[tuple[int, float]]]:
+    """Return the likeliest tokens at each position, without the repeated ones that fill a row."""
     count = len(reply.token_ids.data) // 4
     if reply.top_ids is None or reply.top_logprobs is None or not count:
         return []

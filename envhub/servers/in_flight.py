@@ -1,6 +1,4 @@
-"""Counts a hub's requests in flight, estimates the load of servers, and how far open episodes are.
-Pure.
-"""
+"""Counts a hub's requests in flight, and estimates loads and the progress of episodes. Pure."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from envhub.servers.choose import ServerLoad
 
 # engines that compute a prompt once for several conversations
 SHARING: Final = frozenset({"hf", "vllm", "sglang"})
+# weight of the newest turn
 RATE_DECAY: Final = 0.05
 # of an answered request, or more while few are there; about as many are refused
 ROOM_GROWTH: Final = 1.0 / 64
@@ -27,7 +26,8 @@ class _Use:
         tokens: that they were predicted to have when they were sent.
         size: bytes of their contexts.
         room: most such bytes that the server takes from this hub at once, as far as known.
-        presence, seen: the newest presence, and our requests at its time.
+        presence: the newest.
+        requests_then: ours at its time.
     """
 
     requests: int = 0
@@ -35,7 +35,7 @@ class _Use:
     size: int = 0
     room: float = float("inf")
     presence: wire.Presence | None = None
-    seen: int = 0
+    requests_then: int = 0
 
 
 class RequestsInFlight:
@@ -62,11 +62,10 @@ class RequestsInFlight:
         use.requests -= 1
         use.tokens -= tokens
         use.size -= size
-        use.room = (
-            float(use.size)
-            if is_busy
-            else use.room + size * max(ROOM_GROWTH, 1.0 / (use.requests + 1))
-        )
+        if is_busy:
+            use.room = float(use.size)
+        else:
+            use.room += size * max(ROOM_GROWTH, 1.0 / (use.requests + 1))
 
     def has_room(self, server: str, size: int) -> bool:
         """Return whether a server is likely to take a request; one is always tried."""
@@ -75,7 +74,8 @@ class RequestsInFlight:
 
     def requests(self, server: str) -> int:
         """Return how many requests of this hub are in a server."""
-        return self._uses[server].requests if server in self._uses else 0
+        use = self._uses.get(server)
+        return 0 if use is None else use.requests
 
     def loads(
         self, serving: Sequence[wire.Presence], weights: Mapping[str, float]
@@ -85,35 +85,46 @@ class RequestsInFlight:
         A server has the requests that it reported, and those sent from here since. Requests whose
         length is not known here, as those of other hubs, count as typical ones.
         """
-        slot_speeds = [
-            server.speed / server.slots for server in serving if server.speed > 0 and server.slots
+        speeds = [
+            presence.speed / presence.slots
+            for presence in serving
+            if presence.speed > 0 and presence.slots
         ]
         per_slot = (
-            sum(slot_speeds) / len(slot_speeds) if slot_speeds else 1.0
+            sum(speeds) / len(speeds) if speeds else 1.0
         )  # for a server that has not worked yet
         requests = sum(use.requests for use in self._uses.values())
         tokens = 0
         if requests:
             tokens = sum(use.tokens for use in self._uses.values())
         return [
-            self._load(server, per_slot, tokens / max(requests, 1), weights.get(server.id, 0.0))
-            for server in serving
+            self._load(presence, per_slot, tokens / max(requests, 1), weights.get(presence.id, 0.0))
+            for presence in serving
         ]
 
     def _load(
-        self, server: wire.Presence, per_slot: float, typical: float, weight: float
+        self, presence: wire.Presence, per_slot: float, typical: float, weight: float
     ) -> ServerLoad:
-        use = self._uses.setdefault(server.id, _Use())
-        if use.presence is not server:
-            use.presence = server
-            use.seen = use.requests
-        load = max(use.requests, server.running + server.waiting + use.requests - use.seen)
-        work = load - use.requests + use.tokens / typical if typical else float(load)
-        speed = server.speed or per_slot * max(server.slots, 1)
-        version = server.policy_version
-        shares = server.engine in SHARING
+        use = self._uses.setdefault(presence.id, _Use())
+        if use.presence is not presence:
+            use.presence = presence
+            use.requests_then = use.requests
+        load = max(
+            use.requests, presence.running + presence.waiting + use.requests - use.requests_then
+        )
+        work = float(load)
+        if typical:
+            work = load - use.requests + use.tokens / typical
         return ServerLoad(
-            server.id, server.address, version, server.slots, load, speed, weight, work, shares
+            presence.id,
+            presence.address,
+            presence.policy_version,
+            slots=presence.slots,
+            load=load,
+            speed=presence.speed or per_slot * max(presence.slots, 1),
+            weight=weight,
+            work=work,
+            shares_prefixes=presence.engine in SHARING,
         )
 
 
@@ -122,15 +133,14 @@ class OpenTurn:
     """A turn that was requested, with its predicted length and its limit."""
 
     episode: str
-    started: float
+    started_at: float
     expected: int
     high: int
     max_tokens: int
 
 
 class OpenEpisodes:
-    """How many tokens the open episodes have, and how many their present turns are still expected
-    to have.
+    """How many tokens the open episodes have, and how many more to expect of their turns.
 
     The hub sees an answer only when it is complete, so it supposes that a turn grows at the mean
     rate of earlier ones.
@@ -150,7 +160,7 @@ class OpenEpisodes:
         self._turns.get(turn.episode, set()).discard(turn)
         if tokens and turn.episode in self._turns:
             self._tokens[turn.episode] = self._tokens.get(turn.episode, 0) + tokens
-        if tokens and (passed := now - turn.started) > 0:
+        if tokens and (passed := now - turn.started_at) > 0:
             rate = tokens / passed
             self._rate += (rate - self._rate) * RATE_DECAY if self._rate else rate
 
@@ -162,7 +172,9 @@ class OpenEpisodes:
     def left_s(self, episode: str, now: float) -> float:
         """Return for how many seconds its present turn is still expected to grow, 0 unknown."""
         lefts = [self._left(turn, now)[1] for turn in self._turns.get(episode, ())]
-        return max(lefts, default=0) / self._rate if self._rate else 0.0
+        if not self._rate:
+            return 0.0
+        return max(lefts, default=0) / self._rate
 
     def length(self, episode: str, now: float) -> int:
         """Return the tokens that an episode is expected to have if its present turn is its last."""
@@ -171,5 +183,5 @@ class OpenEpisodes:
 
     def _left(self, turn: OpenTurn, now: float) -> tuple[int, int]:
         """Return the tokens that a turn has, and those still to come."""
-        grown = min(round((now - turn.started) * self._rate), turn.max_tokens)
+        grown = min(round((now - turn.started_at) * self._rate), turn.max_tokens)
         return grown, remaining_tokens(turn.expected, turn.high, grown, turn.max_tokens - grown)[0]

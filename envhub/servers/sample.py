@@ -9,8 +9,10 @@ from typing import Final
 
 from broker.channel.endpoint import RequestLimits
 
-SIZE: Final = 8  # servers that new conversations choose from, if their requests fit into so few
-MOST: Final = 2  # times as many are followed at once, including those that conversations still use
+# servers that new conversations choose from, if their requests fit into so few
+SIZE: Final = 8
+# times as many are followed at once, including those that conversations still use
+MOST: Final = 2
 TOKEN_BYTES: Final = 4  # in a request
 REQUEST_BYTES: Final = 1024  # of a request but its context
 # between two exchanges; each costs the conversations that return later their prefix cache
@@ -18,17 +20,16 @@ ROTATE_S: Final = 20.0
 
 
 def sample_size(episodes: int, max_context_tokens: int) -> int:
-    """Return how many servers a hub has to follow so that the requests of all its episodes fit into
-    them.
+    """Return how many servers a hub has to follow to have room for all its episodes.
 
     Half of what a server takes from one hub may be in use: requests are spread at random.
     """
-    most = RequestLimits()
+    limits = RequestLimits()
     num_bytes = episodes * (TOKEN_BYTES * max_context_tokens + REQUEST_BYTES)
     return max(
         SIZE,
-        math.ceil(2 * num_bytes / most.bytes_of_client),
-        math.ceil(2 * episodes / most.count_of_client),
+        math.ceil(2 * num_bytes / limits.bytes_of_client),
+        math.ceil(2 * episodes / limits.count_of_client),
     )
 
 
@@ -104,6 +105,7 @@ class ServerSample:
         while len(self.drawn) < self._size and (candidates := self._others()):
             self._draw(self._pick(candidates))
         shares = self._shares() if is_full and self._new else {}
+        # sorted, so that the draws depend on the generator alone
         for server in sorted(self._new & shares.keys() - set(self.drawn)):
             if self._rng.random() < shares[server]:
                 self._exchange(self._rng.choice(self.drawn), server, in_use)
@@ -111,22 +113,20 @@ class ServerSample:
         if self._rotate_at is None or now >= self._rotate_at:
             if self._rotate_at is not None and (candidates := self._others()):
                 self._exchange(self.drawn[0], self._pick(candidates), in_use)
+            # at random, so that hubs do not exchange servers in step
             self._rotate_at = now + self._rotate_s * self._rng.uniform(0.5, 1.5)
 
     def speeds(self) -> dict[str, float]:
-        """Return tokens/s of each server that is not silent; an unknown speed counts as the mean of
-        the others.
-        """
+        """Return tokens/s of each server that is not silent; the mean if a speed is unknown."""
         living = {
             server: speed for server, speed in self._speeds.items() if server not in self._silent
         }
-        known_speeds = [speed for speed in living.values() if speed > 0]
-        mean = sum(known_speeds) / len(known_speeds) if known_speeds else 1.0
+        positive = [speed for speed in living.values() if speed > 0]
+        mean = sum(positive) / len(positive) if positive else 1.0
         return {server: speed if speed > 0 else mean for server, speed in living.items()}
 
     def weights(self) -> Mapping[str, float]:
-        """Return how often to choose each drawn server, so that over all hubs choices are in
-        proportion to speed.
+        """Return how often to choose each drawn server: over all hubs, in proportion to speed.
 
         A server in few samples must be chosen more often there: speed divided by the share of
         samples it is in.
@@ -174,18 +174,20 @@ class ServerSample:
 
 
 def inclusion(speeds: Sequence[float], size: int) -> list[float]:
-    """Return each server's probability of being among ``size`` drawn, in proportion to speed (above
-    0), at most 1.
+    """Return each server's probability of being drawn among ``size``.
+
+    It is in proportion to speed, which is above 0, and at most 1.
     """
     if len(speeds) <= size:
         return [1.0] * len(speeds)
-    total = sum(speeds)
+    remaining = sum(speeds)
     room = float(size)
-    scale = room / total
+    scale = room / remaining
+    # servers that are always drawn leave less room for the others
     for speed in sorted(speeds, reverse=True):
         if speed * scale < 1:
             break
-        total = total - speed
+        remaining = remaining - speed
         room = room - 1
-        scale = room / total if total > 0 else 0.0
+        scale = room / remaining if remaining > 0 else 0.0
     return [min(1.0, speed * scale) for speed in speeds]

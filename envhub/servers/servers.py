@@ -1,4 +1,4 @@
-"""Tracks the rollout servers of a hub: notices all that join and leave, follows the load of a few."""
+"""Tracks rollout servers: notices all that join and leave, follows the load of a few."""
 
 from __future__ import annotations
 
@@ -41,69 +41,74 @@ class ServerRoster:
         self._in_use = in_use
         self._rng = rng
         self._size = size
-        self._joined = Roster(bus, beats=("learner",), members=("rollout",), told=self._hear_member)
-        self._heard = Roster(bus, beats=(), told=self._hear_beat)
+        self._entries_roster = Roster(
+            bus, beats=("learner",), members=("rollout",), told=self._hear_member
+        )
+        self._beats_roster = Roster(bus, beats=(), told=self._hear_beat)
         self.clock = AwakeClock()
         self._samples: dict[str, ServerSample] = {}  # by policy
         self._policies: dict[str, str] = {}  # of every server that exists
-        self._news = asyncio.Event()  # a server has joined or left
-        self._since: dict[str, float] = {}  # followed, on the roster's clock
+        self._membership_changed = asyncio.Event()  # a server has joined or left
+        self._followed_since: dict[str, float] = {}  # followed, on the roster's clock
 
     async def serve(self) -> None:
         """Follow until cancelled."""
         watching = asyncio.create_task(self.clock.serve())
-        await self._joined.start()
-        await self._heard.start()
+        await self._entries_roster.start()
+        await self._beats_roster.start()
         try:
             while True:
                 await self._update()
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._news.wait(), TICK_S)
-                self._news.clear()
+                    await asyncio.wait_for(self._membership_changed.wait(), TICK_S)
+                self._membership_changed.clear()
         finally:
             watching.cancel()
-            await self._heard.close()
-            await self._joined.close()
+            await self._beats_roster.close()
+            await self._entries_roster.close()
 
     def alive(self, policy: str) -> list[wire.Presence]:
         """Return the newest presence of each live followed server of a policy, in order of id."""
-        return [server for server in self.all() if server.policy == policy]
+        return [presence for presence in self.all() if presence.policy == policy]
 
     def all(self) -> list[wire.Presence]:
         """Return the live followed servers of every policy."""
-        return self._heard.alive("rollout")
+        return self._beats_roster.alive("rollout")
 
     def weights(self, policy: str) -> Mapping[str, float]:
-        """Return ``ServerSample.weights``; a followed server that is not in it takes no new
-        conversations.
-        """
-        return self._samples[policy].weights() if policy in self._samples else {}
+        """Return ``ServerSample.weights``; servers without one get no new conversations."""
+        if policy not in self._samples:
+            return {}
+        return self._samples[policy].weights()
 
     def learners(self) -> list[wire.Presence]:
         """Return the live learner, if there is one."""
-        return self._joined.alive("learner")
+        return self._entries_roster.alive("learner")
 
     async def changed(self, timeout_s: float) -> None:
         """Wait until a followed server joins, leaves or changes, or until the timeout."""
-        await self._heard.changed(timeout_s)
+        await self._beats_roster.changed(timeout_s)
 
     async def _update(self) -> None:
-        """Update the samples; the cost depends on the followed servers only, not on how many there
-        are.
-        """
+        """Update the samples; the cost depends on the followed servers only."""
         now = asyncio.get_running_loop().time()
         in_use = self._in_use()
-        for server, since in self._since.items():
+        for server, since in self._followed_since.items():
             is_silent = (
-                self._heard.get(server) is None and self._heard.clock - since > SILENT_AFTER_S
+                self._beats_roster.get(server) is None
+                and self._beats_roster.clock - since > SILENT_AFTER_S
             )
             if is_silent and server in self._policies:
                 self._samples[self._policies[server]].silent(server)
         for sample in self._samples.values():
             sample.tick(now, in_use)
         followed = {server for sample in self._samples.values() for server in sample.followed}
-        await self._heard.follow("rollout", followed)
-        self._since = {server: self._since.get(server, self._heard.clock) for server in followed}
+        # beats of a few servers only: a hub need not hear thousands
+        await self._beats_roster.follow("rollout", followed)
+        self._followed_since = {
+            server: self._followed_since.get(server, self._beats_roster.clock)
+            for server in followed
+        }
 
     def _hear_beat(self, presence: wire.Presence, _: bool) -> None:
         """Stop or start the clock."""
@@ -124,4 +129,4 @@ class ServerRoster:
                 presence.policy, ServerSample(self._rng, size=self._size)
             ).exists(presence.id, presence.speed)
         if old_policy is None or not is_there:
-            self._news.set()
+            self._membership_changed.set()

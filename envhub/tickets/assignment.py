@@ -45,17 +45,14 @@ class TicketAssignment:
         return ticket_key(self.number, evaluation=self.stream is EVALTICKETS)
 
     def is_greedy(self, episode: int) -> bool:
-        """Return whether an episode is one of the group's last, which are sampled at temperature 0
-        as a baseline.
-        """
+        """Return whether an episode is a baseline at temperature 0: the group's last ones are."""
         return episode >= self.group_size - self.num_greedy
 
     def step(self, groups_per_step: int) -> int:
-        """Return the step, as a policy version, that the group is expected in; -1 for evaluations,
-        or if it is unknown.
+        """Return the step, as a policy version, that the group is expected in; -1: unknown.
 
         A ticket issued at version v counts in one of the steps v to v + max_staleness. Its number
-        says in which, except that replacements of other tickets raise it.
+        tells which one, except that replacements of other tickets raise it.
 
         Args:
             groups_per_step: of the run, 0 unknown.
@@ -68,47 +65,44 @@ class TicketAssignment:
     def job(
         self, num_delivered: int, *, drop_late: bool, straggler_factor: float | None = None
     ) -> GroupJob:
-        """Return the ticket as the slots see it; with ``drop_late`` it is given up once it cannot
-        be in time.
+        """Return the ticket as the slots see it.
 
         Args:
+            drop_late: whether it is given up once it cannot be in time.
             straggler_factor: of the domain.
         """
-        staleness = self.max_staleness if drop_late else None
-        sizes = (self.group_size, self.min_group_size)
         return GroupJob(
             self.key,
-            *sizes,
-            self.deadline_s,
-            staleness,
-            num_delivered,
-            self.num_redundant,
-            straggler_factor,
-            self.num_greedy,
-            tuple(self.pass_rate),
+            self.group_size,
+            self.min_group_size,
+            deadline_s=self.deadline_s,
+            max_staleness=self.max_staleness if drop_late else None,
+            num_delivered=num_delivered,
+            num_redundant=self.num_redundant,
+            straggler_factor=straggler_factor,
+            num_greedy=self.num_greedy,
+            pass_rate=tuple(self.pass_rate),
         )
 
 
 def task(
-    asked: TicketAssignment, domain: Domain, episode: int, name: str, *, step: int = -1
+    assignment: TicketAssignment, domain: Domain, episode: int, name: str, *, step: int = -1
 ) -> EpisodeTask:
-    """Return the task of one episode of an assignment; ``name`` must be unique at the servers,
-    ``step`` is its step.
-    """
-    is_greedy = asked.is_greedy(episode)
+    """Return the task of one episode; its ``name`` must be unique at the servers."""
+    is_greedy = assignment.is_greedy(episode)
     return EpisodeTask(
         name,
         domain,
-        asked.task_index,
-        asked.split,
-        asked.seed,
-        episode,
-        policy=asked.policy,
-        min_version=asked.min_version,
-        temperature=0.0 if is_greedy else asked.temperature,
+        assignment.task_index,
+        split=assignment.split,
+        seed=assignment.seed,
+        episode=episode,
+        policy=assignment.policy,
+        min_version=assignment.min_version,
+        temperature=0.0 if is_greedy else assignment.temperature,
         greedy=is_greedy,
-        record=asked.split == "eval" and episode == 0,
-        ticket=asked.number if asked.split == "train" else 0,
+        record=assignment.split == "eval" and episode == 0,
+        ticket=assignment.number if assignment.split == "train" else 0,
         step=step,
     )
 
@@ -128,16 +122,16 @@ def reward_pools(section: DomainSection) -> list[str]:
     return list(dict.fromkeys(reward.pool for reward in section.rewards))
 
 
-def destination(asked: TicketAssignment, pools: Sequence[str]) -> tuple[Stream, str]:
+def destination(assignment: TicketAssignment, pools: Sequence[str]) -> tuple[Stream, str]:
     """Return the stream and key to publish a group to: its first reward pool, or its log."""
-    return (
-        (EPISODES, pools[0]) if pools else (result_log(evaluation=asked.stream is EVALTICKETS), "")
-    )
+    if pools:
+        return EPISODES, pools[0]
+    return result_log(evaluation=assignment.stream is EVALTICKETS), ""
 
 
 def group(
-    asked: TicketAssignment,
-    played: Sequence[EpisodeResult],
+    assignment: TicketAssignment,
+    results: Sequence[EpisodeResult],
     *,
     pools: Sequence[str],
     hub: str,
@@ -148,8 +142,7 @@ def group(
     """Return the group of an assignment's episodes.
 
     Args:
-        asked: the ticket.
-        played: at least one episode, in order.
+        results: of at least one episode, in order.
         pools: reward pools to visit.
         hub: id of this process.
         deliveries: of the ticket.
@@ -157,22 +150,22 @@ def group(
         scores: that episodes have already.
     """
     return wire.Group(
-        ticket=asked.number,
-        domain=asked.domain,
-        task_index=asked.task_index,
-        min_version=asked.min_version,
+        ticket=assignment.number,
+        domain=assignment.domain,
+        task_index=assignment.task_index,
+        min_version=assignment.min_version,
         hub=hub,
         deliveries=deliveries,
         pools=list(pools),
-        trajectories=[trajectory for result in played for trajectory in result.trajectories],
-        prompt=played[0].prompt,
-        reference=played[0].reference,
-        eval_step=asked.eval_step,
-        policy=asked.policy,
-        generate_s=sum(result.generate_s for result in played) / len(played),
-        env_step_s=sum(result.env_step_s for result in played) / len(played),
-        env_step_max_s=max(result.env_step_s for result in played),
-        frames=played[0].frames,
-        temperature=temperature if asked.temperature is None else asked.temperature,
+        trajectories=[trajectory for result in results for trajectory in result.trajectories],
+        prompt=results[0].prompt,
+        reference=results[0].reference,
+        eval_step=assignment.eval_step,
+        policy=assignment.policy,
+        generate_s=sum(result.generate_s for result in results) / len(results),
+        env_step_s=sum(result.env_step_s for result in results) / len(results),
+        env_step_max_s=max(result.env_step_s for result in results),
+        frames=results[0].frames,
+        temperature=temperature if assignment.temperature is None else assignment.temperature,
         scores=list(scores),
     )

@@ -18,78 +18,88 @@ from envhub.tickets.suspicion import TicketJudgement, judge
 
 log = logging.getLogger(__name__)
 
-LISTEN_S: Final = 1.0  # between two looks for the beats of a hub
+# between two looks for the beats of a hub
+LISTEN_S: Final = 1.0
 
 T = TypeVar("T")
 
 
 class AttemptNotes:
-    """Reads and writes one run's notes for the hub with id ``hub``. A ticket that is delivered once
-    costs nothing.
+    """Reads and writes one run's notes for the hub with id ``hub``.
+
+    A ticket that is delivered once costs nothing.
     """
 
     def __init__(self, bus: Bus, hub: str) -> None:
-        self._bus, self._hub, self._process = bus, hub, this_process()
+        self._bus = bus
+        self._hub = hub
+        self._process = this_process()
 
-    async def judge(self, asked: TicketAssignment, num_delivered: int) -> TicketJudgement | None:
+    async def judge(
+        self, assignment: TicketAssignment, num_delivered: int
+    ) -> TicketJudgement | None:
         """Judge a delivery; None while another live hub plays the ticket alone."""
-        past = await self._read(asked)
+        past = await self._read(assignment)
         if past is None or not past.hub:
             return judge(num_delivered, past, died=False)
-        alive = await self._lives(past)
-        return None if alive and past.alone else judge(num_delivered, past, died=not alive)
-
-    async def begin(self, asked: TicketAssignment, judgement: TicketJudgement) -> None:
-        """Note that this hub plays the ticket from now on, for the other hubs if it dies."""
-        deaths = judgement.deaths
-        alone = judgement.alone
-        await self._note(
-            asked, wire.Attempt(deaths=deaths, hub=self._hub, process=self._process, alone=alone)
-        )
-
-    async def hand_back(self, asked: TicketAssignment, deaths: int) -> None:
-        """Note that this hub no longer plays the ticket and is alive."""
-        await self._note(asked, wire.Attempt(deaths=deaths))
-
-    async def end(self, asked: TicketAssignment) -> None:
-        """Delete the note of a ticket that has ended."""
-        await self._call(lambda bucket: bucket.delete(self._key(asked)))
-
-    def _key(self, asked: TicketAssignment) -> str:
-        return f"{self._bus.run}.{asked.stream.name}.{asked.number}"
-
-    async def _note(self, asked: TicketAssignment, attempt: wire.Attempt) -> None:
-        await self._call(lambda bucket: bucket.put(self._key(asked), attempt))
-
-    async def _read(self, asked: TicketAssignment) -> wire.Attempt | None:
-        try:
-            entry = await self._call(lambda bucket: bucket.get(self._key(asked)))
-        except WireError as error:
-            log.warning("%s: its note cannot be read: %s", asked.key, error)
+        is_alive = await self._lives(past)
+        if is_alive and past.alone:
             return None
-        return entry[0] if entry is not None and isinstance(entry[0], wire.Attempt) else None
+        return judge(num_delivered, past, died=not is_alive)
+
+    async def begin(self, assignment: TicketAssignment, judgement: TicketJudgement) -> None:
+        """Note that this hub plays the ticket from now on, for the other hubs if it dies."""
+        attempt = wire.Attempt(
+            deaths=judgement.deaths,
+            hub=self._hub,
+            process=self._process,
+            alone=judgement.alone,
+        )
+        await self._note(assignment, attempt)
+
+    async def hand_back(self, assignment: TicketAssignment, deaths: int) -> None:
+        """Note that this hub no longer plays the ticket and is alive."""
+        await self._note(assignment, wire.Attempt(deaths=deaths))
+
+    async def end(self, assignment: TicketAssignment) -> None:
+        """Delete the note of a ticket that has ended."""
+        await self._call(lambda bucket: bucket.delete(self._key(assignment)))
+
+    def _key(self, assignment: TicketAssignment) -> str:
+        return f"{self._bus.run}.{assignment.stream.name}.{assignment.number}"
+
+    async def _note(self, assignment: TicketAssignment, attempt: wire.Attempt) -> None:
+        await self._call(lambda bucket: bucket.put(self._key(assignment), attempt))
+
+    async def _read(self, assignment: TicketAssignment) -> wire.Attempt | None:
+        try:
+            entry = await self._call(lambda bucket: bucket.get(self._key(assignment)))
+        except WireError as error:
+            log.warning("%s: its note cannot be read: %s", assignment.key, error)
+            return None
+        if entry is None or not isinstance(entry[0], wire.Attempt):
+            return None
+        return entry[0]
 
     async def _call(self, work: Callable[[KeyValue], Awaitable[T]]) -> T:
-        """Call with the bucket, created again if the broker restarted: it is in memory, so a full
-        disk stops no hub.
-        """
+        """Call with the bucket, which is in memory, so that a full disk stops no hub."""
         bucket = self._bus.key_value(ATTEMPTS)
         try:
             return await work(bucket)
         except LostState:
+            # a broker that restarted has lost it
             await bucket.ensure()
             return await work(bucket)
 
     async def _lives(self, attempt: wire.Attempt) -> bool:
-        """Return whether an attempt's process is alive, according to this machine or else to its
-        beats.
-        """
+        """Return whether an attempt's process lives, by this machine or else by its beats."""
         if has_ended(attempt.process):
             return False
         roster = Roster(self._bus, beats=())
         await roster.start()
         try:
             await roster.follow("envhub", [attempt.hub])
+            # a live hub is heard within this time
             while roster.clock < SILENT_AFTER_S:
                 presence = roster.get(attempt.hub)
                 if presence is not None and presence.process == attempt.process:

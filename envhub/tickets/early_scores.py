@@ -28,8 +28,10 @@ log = logging.getLogger(__name__)
 
 # after the first and the last of several refusals: each request has the full text
 ASK_AGAIN_S: Final = (0.1, 12.0)
-ENV: Final = "env"  # the environment's part of a reward; it then decides about success
-REPLY_S: Final = 3600.0  # a reward hub that has accepted a sample keeps its own time limits
+# the environment's part of a reward; it then decides about success
+ENV: Final = "env"
+# a reward hub that has accepted a sample keeps its own time limits
+REPLY_S: Final = 3600.0
 
 
 class EarlyScores:
@@ -43,29 +45,29 @@ class EarlyScores:
     def __init__(
         self,
         bus: Bus,
-        asked: TicketAssignment,
+        assignment: TicketAssignment,
         section: DomainSection,
         wait_s: float,
         judged: Callable[[int, bool], None],
     ) -> None:
         self._bus = bus
-        self._asked = asked
+        self._assignment = assignment
         self._wait_s = wait_s
         self._judged = judged
         self._has_rewards = bool(section.rewards)
         self._pools = reward_pools(section) if section.score_ahead else []
-        self._found: dict[int, wire.EpisodeScores] = {}
+        self._scores: dict[int, wire.EpisodeScores] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._complete = asyncio.Event()  # the group; then nothing is asked again
+        self._complete = asyncio.Event()  # the group; then no request is sent again
 
-    def begin(self, played: EpisodeResult) -> None:
+    def begin(self, result: EpisodeResult) -> None:
         """Have a finished episode scored, unless its group has ended."""
-        last = played.trajectory
+        last = result.trajectory
         # else the domain's first reward decides
         if not self._has_rewards or ENV in last.reward_parts:
             self._judged(last.episode, last.success)
         if self._pools and not self._complete.is_set():
-            self._tasks.add(task := asyncio.create_task(self._visit(played)))
+            self._tasks.add(task := asyncio.create_task(self._visit(result)))
             task.add_done_callback(self._tasks.discard)
 
     @property
@@ -74,8 +76,7 @@ class EarlyScores:
         return bool(self._tasks)
 
     async def take(self, episodes: Iterable[int], hurry: asyncio.Event) -> list[wire.EpisodeScores]:
-        """Return the scores of the complete group's episodes, after those that are on their way;
-        once ``hurry`` is set without waiting."""
+        """Wait for scores on their way, unless ``hurry`` is set; return the group's scores."""
         self._complete.set()
         if self._tasks and not hurry.is_set():
             scored: asyncio.Future[Any] = asyncio.gather(*self._tasks, return_exceptions=True)
@@ -85,7 +86,7 @@ class EarlyScores:
             )
             leaving.cancel()
         self.cancel()
-        return [self._found[episode] for episode in episodes if episode in self._found]
+        return [self._scores[episode] for episode in episodes if episode in self._scores]
 
     def cancel(self) -> None:
         """Give up what is on its way; the group has ended."""
@@ -93,17 +94,20 @@ class EarlyScores:
         for task in self._tasks:
             task.cancel()
 
-    async def _visit(self, played: EpisodeResult) -> None:
-        message = score_request(self._asked, played)
+    async def _visit(self, result: EpisodeResult) -> None:
+        message = score_request(self._assignment, result)
         for pool in self._pools:
             reply = await self._ask(pool, message)
             if reply is None or not reply.scores:
                 return
-            old_score = self._found.get(message.episode)
-            if old_score is not None and old_score.rewards != reply.rewards:
-                return  # the run's rewards have changed in between
-            scores = [*(old_score.scores if old_score is not None else []), *reply.scores]
-            self._found[message.episode] = wire.EpisodeScores(
+            earlier = self._scores.get(message.episode)
+            if earlier is not None and earlier.rewards != reply.rewards:
+                # the run's rewards have changed in between
+                return
+            scores = list(reply.scores)
+            if earlier is not None:
+                scores = [*earlier.scores, *scores]
+            self._scores[message.episode] = wire.EpisodeScores(
                 episode=message.episode, rewards=reply.rewards, scores=scores
             )
             if reply.partial:
@@ -117,9 +121,7 @@ class EarlyScores:
     async def _ask(
         self, pool: str, message: wire.EpisodeScoreRequest
     ) -> wire.EpisodeScoreReply | None:
-        """Ask until a reward hub is there and has time, or the group is complete; None: the scores
-        are left to it.
-        """
+        """Ask until a reward hub has time; None once the group is complete, or if it refuses."""
         delay_s, most_s = ASK_AGAIN_S
         while True:
             try:
@@ -142,8 +144,10 @@ class EarlyScores:
                 )
                 return None
             except RequestFailed:
-                pass  # nothing listens yet, or the hub died
+                # nothing listens yet, or the hub died
+                pass
             try:
+                # at random, so that episodes do not ask in step
                 await asyncio.wait_for(self._complete.wait(), delay_s * random.uniform(0.5, 1.5))
             except TimeoutError:
                 delay_s = min(2 * delay_s, most_s)
@@ -151,19 +155,17 @@ class EarlyScores:
                 return None
 
 
-def score_request(asked: TicketAssignment, played: EpisodeResult) -> wire.EpisodeScoreRequest:
-    """Return the request for the scores of one episode, which a reward sees as it would see it in
-    its group.
-    """
-    last = played.trajectory
-    turns = [turn for trajectory in played.trajectories for turn in trajectory.turns]
+def score_request(assignment: TicketAssignment, result: EpisodeResult) -> wire.EpisodeScoreRequest:
+    """Return the request for one episode's scores; rewards see it as they would in its group."""
+    last = result.trajectory
+    turns = [turn for trajectory in result.trajectories for turn in trajectory.turns]
     return wire.EpisodeScoreRequest(
-        ticket=asked.number,
-        domain=asked.domain,
-        task_index=asked.task_index,
+        ticket=assignment.number,
+        domain=assignment.domain,
+        task_index=assignment.task_index,
         episode=last.episode,
-        prompt=played.prompt,
-        reference=played.reference,
+        prompt=result.prompt,
+        reference=result.reference,
         response=last.response,
         reward=last.reward,
         reward_parts=last.reward_parts,
@@ -172,5 +174,5 @@ def score_request(asked: TicketAssignment, played: EpisodeResult) -> wire.Episod
         metrics=last.metrics,
         num_turns=len(turns),
         num_tokens=sum(turn.end - turn.start for turn in turns),
-        eval_step=asked.eval_step,
+        eval_step=assignment.eval_step,
     )

@@ -13,9 +13,12 @@ from broker.jetstream.pulling import fetch_unless
 from broker.runtime.process import Member
 from envhub.scheduling.slots import EpisodeSlots
 
-LOOK_S: Final = 1.0  # between two checks whether tickets can be played
-CROWDED_PAUSE_S: Final = 0.5  # before the next fetch from an empty queue that had to make way
-EVAL_SHARE: Final = 2  # evaluations take at most one slot in this many
+# between two checks whether tickets can be played
+LOOK_S: Final = 1.0
+# before the next fetch from an empty queue that had to make way
+CROWDED_PAUSE_S: Final = 0.5
+# evaluations take at most one slot in this many
+EVAL_SHARE: Final = 2
 
 
 class QueueTurns:
@@ -43,9 +46,7 @@ class QueueTurns:
         await self._wanted.wait()
 
     async def reserve(self, group_size: int, limit: int) -> int:
-        """Wait in line until there is room for a group. Return how many are reserved, at most
-        ``limit``.
-        """
+        """Wait in line until there is room. Return for how many groups, at most ``limit``."""
         if not self._line.locked() and (count := self.slots.reserve(group_size, limit)):
             return count
         self._waiting += 1
@@ -77,7 +78,7 @@ class TicketFeed:
 
     Attributes:
         member: for the broker and the operator's commands.
-        turnstile: shared by all queues of the hub.
+        queue_turns: shared by all queues of the hub.
         stream: tickets or evaltickets.
         domain: key of the queue.
         group_size: expected of the next tickets; each ticket corrects it.
@@ -88,7 +89,7 @@ class TicketFeed:
     """
 
     member: Member
-    turnstile: QueueTurns
+    queue_turns: QueueTurns
     stream: Stream
     domain: str
     group_size: int
@@ -98,7 +99,7 @@ class TicketFeed:
     changed: Callable[[float], Awaitable[None]]
 
     def __post_init__(self) -> None:
-        self._found = False
+        self._had_tickets = False  # at the last fetch
 
     async def run(self) -> None:
         """Fetch until cancelled; what has arrived is then handed back."""
@@ -107,38 +108,43 @@ class TicketFeed:
             await self.member.running.wait()
             if not self.ready(self.stream):
                 await self.changed(LOOK_S)
-            elif (most := self._most()) <= 0:
-                await self.turnstile.changed()
+            elif (limit := self._most()) <= 0:
+                await self.queue_turns.changed()
             else:
-                await self._fetch(queue, most)
+                await self._fetch(queue, limit)
 
     def _most(self) -> int:
         """Return how many more groups this queue may have."""
-        slots = self.turnstile.slots.n
+        slots = self.queue_turns.slots.n
         if self.stream is not EVALTICKETS:
             return max(1, slots // self.group_size)
-        num_in_hand = self.in_hand(self.stream)
-        return max((slots // EVAL_SHARE - num_in_hand) // self.group_size, 0 if num_in_hand else 1)
+        in_hand = self.in_hand(self.stream)
+        # one group at least, or a group larger than the share would never be evaluated
+        return max((slots // EVAL_SHARE - in_hand) // self.group_size, int(not in_hand))
 
     async def _unready(self) -> None:
         while self.ready(self.stream):
             await self.changed(LOOK_S)
 
-    async def _fetch(self, queue: WorkQueue, most: int) -> None:
+    async def _fetch(self, queue: WorkQueue, limit: int) -> None:
         size = self.group_size
-        # A queue that was empty gets room for one group only, and does not wait if others want the
-        # room.
-        count = await self.turnstile.reserve(size, most if self._found else 1)
+        # a queue that was empty gets room for one group only, and makes way for others
+        count = await self.queue_turns.reserve(size, limit if self._had_tickets else 1)
         try:
-            if self.turnstile.crowded:
+            if self.queue_turns.crowded:
                 deliveries = await queue.fetch(count, 0.0)
             else:
-                ends = (self.turnstile.wanted(), self.member.pausing.wait(), self._unready())
-                deliveries = await fetch_unless(queue, count, *ends)
+                deliveries = await fetch_unless(
+                    queue,
+                    count,
+                    self.queue_turns.wanted(),
+                    self.member.pausing.wait(),
+                    self._unready(),
+                )
         finally:
-            self.turnstile.release(size, count)
-        self._found = bool(deliveries)
+            self.queue_turns.release(size, count)
+        self._had_tickets = bool(deliveries)
         for delivery in deliveries:
             self.group_size = self.accept(self.stream, self.domain, delivery) or self.group_size
-        if not deliveries and self.turnstile.crowded:
+        if not deliveries and self.queue_turns.crowded:
             await asyncio.sleep(CROWDED_PAUSE_S)

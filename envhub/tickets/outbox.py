@@ -32,24 +32,24 @@ class InHand:
     Attributes:
         early: scores of episodes before the group is complete.
         judgement: of a redelivered ticket, None until it is known.
-        beginning: held while the note is written that this hub plays a redelivered ticket.
-        names: ids of the tasks of its episodes.
-        cut: expected lengths in tokens of episodes that were aborted because the group was complete
-            without them.
-        begun: that note is written.
+        note_lock: held while the note is written that this hub plays a redelivered ticket.
+        task_ids: ids of the tasks of its episodes.
+        cut_lengths: expected lengths in tokens of episodes that were aborted because the group was
+            complete without them.
+        is_noted: whether that note is written.
     """
 
-    asked: TicketAssignment
+    assignment: TicketAssignment
     delivery: Delivery
     domain: Domain
     early: EarlyScores
     tasks: dict[int, asyncio.Task[None]] = field(default_factory=dict)
-    played: dict[int, EpisodeResult] = field(default_factory=dict)
-    names: dict[int, str] = field(default_factory=dict)
-    cut: list[int] = field(default_factory=list)
+    results: dict[int, EpisodeResult] = field(default_factory=dict)
+    task_ids: dict[int, str] = field(default_factory=dict)
+    cut_lengths: list[int] = field(default_factory=list)
     judgement: TicketJudgement | None = None
-    beginning: asyncio.Lock = field(default_factory=asyncio.Lock)
-    begun: bool = False
+    note_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    is_noted: bool = False
 
 
 class TicketOutbox:
@@ -69,27 +69,27 @@ class TicketOutbox:
         self._ending: set[asyncio.Task[None]] = set()
         self._hurry = asyncio.Event()
 
-    def finish(self, held: InHand, played: Sequence[EpisodeResult]) -> None:
+    def finish(self, ticket: InHand, results: Sequence[EpisodeResult]) -> None:
         """End a ticket with the group of these episodes."""
-        self._background(self._finish(held, played))
+        self._background(self._finish(ticket, results))
 
-    def close(self, held: InHand, reason: wire.ClosedReason, detail: str) -> None:
+    def close(self, ticket: InHand, reason: wire.ClosedReason, detail: str) -> None:
         """End a ticket without a group."""
-        held.early.cancel()
-        self._background(self._close(held, reason, detail))
+        ticket.early.cancel()
+        self._background(self._close(ticket, reason, detail))
 
-    def hand_back(self, held: InHand, delay_s: float, detail: str) -> None:
+    def hand_back(self, ticket: InHand, delay_s: float, detail: str) -> None:
         """Return a ticket to the queue for another hub."""
-        held.early.cancel()
-        self._background(self._hand_back(held, delay_s, detail))
+        ticket.early.cancel()
+        self._background(self._hand_back(ticket, delay_s, detail))
 
-    def abandon(self, held: InHand) -> None:
-        """Leave a ticket that other hubs may play by now to them, without a word."""
-        held.early.cancel()
-        held.delivery.abandon()
+    def abandon(self, ticket: InHand) -> None:
+        """Drop a ticket that other hubs may play by now, without a message."""
+        ticket.early.cancel()
+        ticket.delivery.abandon()
 
     def refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
-        """Refuse a message that is not a ticket of its queue; a ticket with its number is closed."""
+        """Refuse a message that is not a ticket of its queue; close the ticket of its number."""
         self._background(self._refuse(stream, domain, delivery, problem))
 
     @property
@@ -98,82 +98,87 @@ class TicketOutbox:
         return not self._ending
 
     async def empty(self, timeout_s: float) -> None:
-        """Wait until everything is stored and acknowledged; groups wait no longer for early scores."""
+        """Wait until all is stored and acknowledged; groups no longer wait for early scores."""
         self._hurry.set()
         if self._ending:
             await asyncio.wait(self._ending, timeout=timeout_s)
 
-    async def _finish(self, held: InHand, played: Sequence[EpisodeResult]) -> None:
-        assigned = held.asked
-        pools = reward_pools(held.domain.section)
-        deliveries = held.delivery.num_delivered
-        temperature = held.domain.section.sampling.temperature
-        scores = await held.early.take(
-            [result.trajectory.episode for result in played], self._hurry
+    async def _finish(self, ticket: InHand, results: Sequence[EpisodeResult]) -> None:
+        assignment = ticket.assignment
+        pools = reward_pools(ticket.domain.section)
+        deliveries = ticket.delivery.num_delivered
+        temperature = ticket.domain.section.sampling.temperature
+        scores = await ticket.early.take(
+            [result.trajectory.episode for result in results], self._hurry
         )
         message = group(
-            assigned,
-            played,
+            assignment,
+            results,
             pools=pools,
             hub=self._member.id,
             deliveries=deliveries,
             temperature=temperature,
             scores=scores,
         )
-        stream, key = destination(assigned, pools)
+        stream, key = destination(assignment, pools)
         try:
             await self._bus.publish(
-                stream, message, key=key, ticket=assigned.number, message_id=assigned.key
+                stream, message, key=key, ticket=assignment.number, message_id=assignment.key
             )
         except WireError as error:
             await self._close(
-                held, "too_large" if isinstance(error, TooLarge) else "malformed", str(error)
+                ticket, "too_large" if isinstance(error, TooLarge) else "malformed", str(error)
             )
             return
         self._tally.groups += 1
-        await held.delivery.ack()
-        if held.delivery.num_delivered > 1:
-            await self._attempts.end(assigned)
+        # only now: if this hub dies before, another one plays the ticket
+        await ticket.delivery.ack()
+        if ticket.delivery.num_delivered > 1:
+            await self._attempts.end(assignment)
 
-    async def _close(self, held: InHand, reason: wire.ClosedReason, detail: str) -> None:
-        assigned = held.asked
-        by = self._member.id
+    async def _close(self, ticket: InHand, reason: wire.ClosedReason, detail: str) -> None:
+        assignment = ticket.assignment
         closed = wire.Closed(
-            ticket=assigned.number,
-            domain=assigned.domain,
+            ticket=assignment.number,
+            domain=assignment.domain,
             reason=reason,
             detail=detail,
-            by=by,
-            eval_step=assigned.eval_step,
+            by=self._member.id,
+            eval_step=assignment.eval_step,
         )
-        is_ended = await self._end(assigned.stream, held.delivery, closed)
-        if is_ended and held.delivery.num_delivered > 1:
-            await self._attempts.end(assigned)
+        is_ended = await self._end(assignment.stream, ticket.delivery, closed)
+        if is_ended and ticket.delivery.num_delivered > 1:
+            await self._attempts.end(assignment)
 
-    async def _hand_back(self, held: InHand, delay_s: float, detail: str) -> None:
-        if not held.delivery.is_ours:
-            held.delivery.abandon()
+    async def _hand_back(self, ticket: InHand, delay_s: float, detail: str) -> None:
+        if not ticket.delivery.is_ours:
+            ticket.delivery.abandon()
             return
-        log.info("%s handed back: %s", held.asked.key, detail)
+        log.info("%s handed back: %s", ticket.assignment.key, detail)
         self._tally.handed_back += 1
+        if ticket.judgement is not None:
+            await self._attempts.hand_back(ticket.assignment, ticket.judgement.deaths)
+        elif ticket.delivery.num_delivered == 1:
+            await self._attempts.hand_back(ticket.assignment, 0)
         # else the previous hub's note is still valid
-        if held.judgement is not None or held.delivery.num_delivered == 1:
-            await self._attempts.hand_back(
-                held.asked, held.judgement.deaths if held.judgement is not None else 0
-            )
-        await held.delivery.nak(delay_s)
+        await ticket.delivery.nak(delay_s)
 
     async def _refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
         # a ticket's number is its sequence
         number = delivery.ticket or (delivery.seq if stream is TICKETS else 0)
-        by = self._member.id
         closed = wire.Closed(
-            ticket=number, domain=domain, reason="malformed", detail=problem, by=by, eval_step=-1
+            ticket=number,
+            domain=domain,
+            reason="malformed",
+            detail=problem,
+            by=self._member.id,
+            eval_step=-1,
         )
         await self._end(stream, delivery, closed)
 
     async def _end(self, stream: Stream, delivery: Delivery, closed: wire.Closed) -> bool:
         evaluation = stream is EVALTICKETS
+        # expected ends, of which the operator needs no dead letter
         keep = closed.reason not in ("late", "filtered")
         is_ended = await close_ticket(
             self._bus, delivery, stream, closed, evaluation=evaluation, keep=keep

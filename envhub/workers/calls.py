@@ -14,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Any, Final
 
 from broker.errors import RlearnerError, described
@@ -24,7 +25,8 @@ from envhub.envs.base import Environment
 
 log = logging.getLogger(__name__)
 
-IDLE_THREADS: Final = 64  # threads kept for later
+# threads kept for later
+IDLE_THREADS: Final = 64
 
 Method = Callable[..., Any]
 Args = tuple[Any, ...]
@@ -32,9 +34,7 @@ TimeoutMaker = Callable[[float], AbstractAsyncContextManager[asyncio.Timeout]]
 
 
 class CallFailed(RlearnerError):
-    """The environment raised, or did not return in time. ``trace``: its traceback for the log, if
-    it raised.
-    """
+    """The environment raised, or did not return in time; ``trace`` is its traceback, if any."""
 
     def __init__(self, detail: str, trace: str = "") -> None:
         super().__init__(detail)
@@ -83,16 +83,16 @@ class EnvironmentCalls:
             )
         try:
             result = getattr(environment, method)(*args)
-        # it may be the user's code; a cancellation cannot arrive here
         except BaseException as error:
-            raise _failed(method, error) from error
+            # it may be the user's code; a cancellation cannot arrive here
+            raise _call_failed(method, error) from error
+        if not hasattr(result, "__await__"):
+            return result
         pid = getattr(environment, "pid", 0) if environment.isolation == "process" else 0
-        return await self._awaited(method, result, pid) if hasattr(result, "__await__") else result
+        return await self._await_result(method, result, pid)
 
     def retire(self, environment: Environment) -> None:
-        """Close an environment that will not be used again, once its abandoned call, if any,
-        returns.
-        """
+        """Close an environment for good, once its abandoned call, if any, returns."""
         task = asyncio.create_task(self._retire(environment))
         self._retiring.add(task)
         task.add_done_callback(self._retiring.discard)
@@ -121,21 +121,26 @@ class EnvironmentCalls:
             result = function(*args)
         except CallFailed:
             raise
-        except BaseException as error:  # it may be the user's code
+        except BaseException as error:
+            # it may be the user's code
             if _from_outside(error):
                 raise
-            raise _failed(name, error) from error
-        return await self._awaited(name, result) if hasattr(result, "__await__") else result
+            raise _call_failed(name, error) from error
+        if not hasattr(result, "__await__"):
+            return result
+        return await self._await_result(name, result)
 
-    async def _awaited(self, name: str, work: Awaitable[Any], pid: int = 0) -> Any:
+    async def _await_result(self, name: str, work: Awaitable[Any], pid: int = 0) -> Any:
         try:
-            return await (self._within_own(name, work, pid) if pid else self._within(name, work))
+            if pid:
+                return await self._within_own_clock(name, work, pid)
+            return await self._within(name, work)
         except CallFailed:
             raise
         except BaseException as error:
             if _from_outside(error):
                 raise
-            raise _failed(name, error) from error
+            raise _call_failed(name, error) from error
 
     async def _within(self, name: str, work: Awaitable[Any]) -> Any:
         try:
@@ -146,10 +151,10 @@ class EnvironmentCalls:
                 raise CallFailed(f"{name} did not return within {self._timeout_s:g} s") from None
             raise  # its own
 
-    async def _within_own(self, name: str, work: Awaitable[Any], pid: int) -> Any:
+    async def _within_own_clock(self, name: str, work: Awaitable[Any], pid: int) -> Any:
         """Await what a worker process answers, within the timeout on its own clock."""
         try:
-            return await answer_within(_wait(work), pid, self._timeout_s)
+            return await answer_within(_await_work(work), pid, self._timeout_s)
         except OutOfTime:
             raise CallFailed(f"{name} did not return within {self._timeout_s:g} s") from None
 
@@ -159,6 +164,7 @@ class EnvironmentCalls:
         worker = self._idle.pop() if self._idle else _Worker(asyncio.get_running_loop())
         future = worker.submit(function, args)
         try:
+            # shielded, as a thread cannot be cancelled
             return await self._within(name, asyncio.shield(future))
         finally:
             if future.done():
@@ -166,17 +172,19 @@ class EnvironmentCalls:
             else:
                 self.hung += 1
                 if env is not None:
+                    # closing it has to wait for this call
                     self._busy[env] = future
-                future.add_done_callback(lambda ended: self._came_back(env, worker, ended))
+                future.add_done_callback(partial(self._return_late, env, worker))
 
-    def _came_back(
-        self, environment: Environment | None, worker: _Worker, finished: asyncio.Future[Any]
+    def _return_late(
+        self, environment: Environment | None, worker: _Worker, future: asyncio.Future[Any]
     ) -> None:
         self.hung -= 1
         if environment is not None:
             self._busy.pop(environment, None)
-        if not finished.cancelled():
-            finished.exception()  # retrieved, so that asyncio does not log it
+        if not future.cancelled():
+            # retrieved, so that asyncio does not log it
+            future.exception()
         self._keep(worker)
 
     def _keep(self, worker: _Worker) -> None:
@@ -186,7 +194,7 @@ class EnvironmentCalls:
             worker.stop()
 
 
-async def _wait(work: Awaitable[Any]) -> Any:
+async def _await_work(work: Awaitable[Any]) -> Any:
     return await work
 
 
@@ -200,16 +208,16 @@ def _from_outside(error: BaseException) -> bool:
 
 
 def raised(name: str, error: BaseException) -> str:
-    """Return in one line what a method raised and where."""
+    """Say in one line what a method raised and where."""
     return f"{name} raised {told(error)}"
 
 
-def _failed(name: str, error: BaseException) -> CallFailed:
+def _call_failed(name: str, error: BaseException) -> CallFailed:
     return CallFailed(raised(name, error), trace(error))
 
 
 class _Worker:
-    """One daemon thread: unlike the standard pool's, it does not hold up the end of the process."""
+    """One daemon thread, so that a hanging call does not keep the process from ending."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -240,18 +248,18 @@ class _Worker:
             except BaseException as caught:  # noqa: BLE001 - handed to the caller
                 error = caught
             try:
-                self._loop.call_soon_threadsafe(_resolve, future, result, error)
+                self._loop.call_soon_threadsafe(_resolve_future, future, result, error)
             except RuntimeError:
-                return  # the loop is closed: the process ends
+                # the loop is closed: the process ends
+                return
 
 
-def _resolve(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
+def _resolve_future(future: asyncio.Future[Any], result: Any, error: BaseException | None) -> None:
     if future.cancelled():
         return
     if error is None:
         future.set_result(result)
-    # which no future takes
     elif isinstance(error, Exception) and not isinstance(error, StopIteration):
         future.set_exception(error)
-    else:
+    else:  # a future takes no StopIteration, and others would end the event loop
         future.set_exception(RuntimeError(described(error)).with_traceback(error.__traceback__))

@@ -2,8 +2,7 @@
 
 ``envhub.workers.worker_pool`` starts it. It imports the environment once and then forks: a worker
 starts within milliseconds and shares what was loaded, so hundreds of environments can have a
-process each. It is the parent of its workers and alone reaps them, so no process id can be reused
-before its worker is reaped.
+process each. As their parent it alone reaps the workers, so no process id is reused too early.
 """
 
 from __future__ import annotations
@@ -27,7 +26,8 @@ from envhub.domain import Domain, load_domain
 from envhub.workers import protocol, worker
 
 WATCH_EVERY_S: Final = 0.5
-LAST_BREATH_S: Final = 0.5  # between the end of a worker's socket and the end of its process
+# from the end of a worker's socket to that of its process
+LAST_BREATH_S: Final = 0.5
 
 
 class DomainForkserver:
@@ -51,7 +51,9 @@ class DomainForkserver:
     def serve(self) -> None:
         """Serve requests until the hub hangs up."""
         while True:
-            wait_s = None if not self._living or self._setup.memory_mib is None else self._watch()
+            wait_s = None
+            if self._living and self._setup.memory_mib is not None:
+                wait_s = self._watch()
             if not select.select([self._control], [], [], wait_s)[0]:
                 continue
             order, connection = receive(self._control)
@@ -70,7 +72,7 @@ class DomainForkserver:
                 with connection:
                     return self._fork(connection)
             case protocol.ReapWorker(pid, hung_up) if pid in self._living:
-                return self._bury(pid, hung_up)
+                return self._reap(pid, hung_up)
             case _:
                 return protocol.RequestRefused(f"{type(order).__name__} is not for now")
 
@@ -88,12 +90,16 @@ class DomainForkserver:
     def _become_worker(self, parent: int, connection: socket.socket) -> NoReturn:
         code = 1
         try:
+            # a session of its own, so that its descendants can be killed with it
             os.setsid()
             die_with(parent, signal.SIGKILL)
+            # not the forkserver's handler
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            # only the forkserver talks to the hub
             self._control.close()
             if (numpy := sys.modules.get("numpy")) is not None:
-                numpy.random.seed()  # else the global generator would draw the same in all workers
+                # else the global generator would draw the same in all workers
+                numpy.random.seed()
             limits.be_expendable()
             allowance = limits.ResourceLimits(self._setup.memory_mib)
             worker.serve(self._domain or self._load(), connection, allowance)
@@ -103,12 +109,13 @@ class DomainForkserver:
         finally:
             with contextlib.suppress(OSError, ValueError):
                 sys.stderr.flush()
+            # no exit handlers, which are the forkserver's
             os._exit(code)
 
-    def _bury(self, pid: int, hung_up: bool) -> protocol.WorkerReaped:
+    def _reap(self, pid: int, hung_up: bool) -> protocol.WorkerReaped:
         cause = self._killed.pop(pid, "")
         if hung_up and not cause:
-            cause = _own_end(pid)
+            cause = _describe_exit(pid)
         limits.kill_tree(pid)
         _, _, usage = os.wait4(pid, 0)
         self._living.discard(pid)
@@ -118,25 +125,26 @@ class DomainForkserver:
         """Kill workers over their memory limit. Return the seconds until the next check."""
         if (left_s := self._watched + WATCH_EVERY_S - time.monotonic()) > 0:
             return left_s
-        most = self._setup.memory_mib
-        assert most is not None
+        limit_mib = self._setup.memory_mib
+        assert limit_mib is not None
         for pid in self._living - self._killed.keys():
             used_mib = limits.resident_mib(limits.tree(pid)) - self._base_mib
-            if used_mib > most:
-                self._killed[pid] = limits.too_much(used_mib, most)
+            if used_mib > limit_mib:
+                self._killed[pid] = limits.too_much(used_mib, limit_mib)
                 limits.kill_tree(pid)
         self._watched = time.monotonic()
         return WATCH_EVERY_S
 
 
-def _own_end(pid: int) -> str:
+def _describe_exit(pid: int) -> str:
     """Return how a worker ended that has closed its socket, without reaping it."""
     until = time.monotonic() + LAST_BREATH_S
-    while (end := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
+    while (status := os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)) is None:
         if time.monotonic() > until:
             return "closed its socket"
         time.sleep(0.002)
-    return limits.how_ended(end.si_status if end.si_code == os.CLD_EXITED else -end.si_status)
+    has_exited = status.si_code == os.CLD_EXITED
+    return limits.how_ended(status.si_status if has_exited else -status.si_status)
 
 
 def receive(control: socket.socket) -> tuple[Any, socket.socket | None]:
@@ -159,7 +167,7 @@ def send(control: socket.socket, report: Any) -> None:
     control.sendall(line.frame(protocol.ENCODER.encode(report)))
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _exit_quietly(number: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
@@ -169,19 +177,20 @@ def main(control: socket.socket) -> None:
     if not isinstance(setup, protocol.SetupDomain):
         return
     try:
-        zygote = DomainForkserver(control, setup)
+        forkserver = DomainForkserver(control, setup)
     except UserError as error:
         send(control, protocol.RequestRefused(str(error)))
         return
-    # the hub exited; set last, as the environment's module may set it too
-    signal.signal(signal.SIGTERM, _leave)
+    # SIGTERM: the hub exited. Set last, as the environment's module may set a handler, too.
+    signal.signal(signal.SIGTERM, _exit_quietly)
     gc.collect()
-    gc.freeze()  # so that collections in the workers do not write to, and so copy, shared memory
+    # so that collections in the workers do not write to, and so copy, shared memory
+    gc.freeze()
     try:
         send(control, protocol.ForkserverReady(len(os.listdir("/proc/self/task"))))
-        zygote.serve()
+        forkserver.serve()
     finally:
-        zygote.end()
+        forkserver.end()
 
 
 if __name__ == "__main__":

@@ -9,8 +9,7 @@ from msgspec.msgpack import Decoder, Encoder
 
 from envhub.envs.base import Split
 
-# ------------------------------------------------------------------------------------------ hub and
-# forkserver
+# --- hub and forkserver
 
 
 class SetupDomain(msgspec.Struct, frozen=True, tag=True):
@@ -58,8 +57,7 @@ class RequestRefused(msgspec.Struct, frozen=True, tag=True):
     detail: str
 
 
-# ---------------------------------------------------------------------------------------------------
-# hub and worker
+# --- hub and worker
 
 
 class MakeEnvironment(msgspec.Struct, frozen=True, tag=True):
@@ -136,7 +134,7 @@ class EnvironmentFailed(msgspec.Struct, frozen=True, tag=True):
 
 Order = SetupDomain | ForkWorker | ReapWorker
 Report = ForkserverReady | WorkerForked | WorkerReaped | RequestRefused
-Question = (
+EnvironmentRequest = (
     MakeEnvironment | ResetEnvironment | StepEnvironment | UseTools | RenderState | CloseEnvironment
 )
 Answer = EnvironmentMade | FirstObservation | StepOutcome | RenderedState | EnvironmentFailed
@@ -144,5 +142,5 @@ Answer = EnvironmentMade | FirstObservation | StepOutcome | RenderedState | Envi
 ENCODER: Final = Encoder()
 ORDERS: Final[Decoder[Order]] = Decoder(Order)
 REPORTS: Final[Decoder[Report]] = Decoder(Report)
-QUESTIONS: Final[Decoder[Question]] = Decoder(Question)
+REQUESTS: Final[Decoder[EnvironmentRequest]] = Decoder(EnvironmentRequest)
 ANSWERS: Final[Decoder[Answer]] = Decoder(Answer)

@@ -17,7 +17,8 @@ from rlearner_text.tool_calls import ToolCall
 
 log = logging.getLogger(__name__)
 
-FAREWELL_S: Final = 1.0  # for an environment to close itself
+# for an environment to close itself
+FAREWELL_S: Final = 1.0
 
 A = TypeVar("A")
 
@@ -25,7 +26,7 @@ A = TypeVar("A")
 class WorkerReaper(Protocol):
     """The part of ``envhub.workers.worker_pool.WorkerPool`` that is used here."""
 
-    async def bury(self, environment: RemoteEnvironment, *, hung_up: bool) -> str: ...
+    async def reap(self, environment: RemoteEnvironment, *, hung_up: bool) -> str: ...
 
 
 class RemoteEnvironment(Environment):
@@ -39,26 +40,26 @@ class RemoteEnvironment(Environment):
     isolation = "process"
 
     def __init__(
-        self, nursery: WorkerReaper, args: Any, pid: int, speech: line.WorkerSocket
+        self, pool: WorkerReaper, args: Any, pid: int, connection: line.WorkerSocket
     ) -> None:
         super().__init__(args)
         self.pid = pid
         self.spent = False
-        self._nursery = nursery
-        self._line = speech
-        self._sound = True  # it has answered every request
+        self._pool = pool
+        self._line = connection
+        self._is_healthy = True  # it has answered every request
 
     async def constructor(self) -> None:
         """Make the environment in the worker process."""
         await self._ask("constructor", protocol.MakeEnvironment(), protocol.EnvironmentMade)
 
     async def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        observation = await self._ask(
+        first = await self._ask(
             "reset", protocol.ResetEnvironment(task_index, split, seed), protocol.FirstObservation
         )
-        self.prompt = observation.prompt
-        self.reference = observation.reference
-        return Observation(observation.text, observation.anchor)
+        self.prompt = first.prompt
+        self.reference = first.reference
+        return Observation(first.text, first.anchor)
 
     async def step(self, text: str) -> StepResult:
         return self._stepped(
@@ -66,20 +67,20 @@ class RemoteEnvironment(Environment):
         )
 
     async def use(self, calls: Sequence[ToolCall]) -> StepResult:
-        question = protocol.UseTools([(call.name, call.arguments) for call in calls])
-        return self._stepped(await self._ask("use", question, protocol.StepOutcome))
+        request = protocol.UseTools([(call.name, call.arguments) for call in calls])
+        return self._stepped(await self._ask("use", request, protocol.StepOutcome))
 
-    def _stepped(self, done: protocol.StepOutcome) -> StepResult:
-        self.spent = self.spent or done.spent
-        observation = Observation(done.text, done.anchor)
+    def _stepped(self, outcome: protocol.StepOutcome) -> StepResult:
+        self.spent = self.spent or outcome.spent
+        observation = Observation(outcome.text, outcome.anchor)
         return StepResult(
             observation,
-            done.reward,
-            done.done,
-            done.valid,
-            done.success,
-            done.truncated,
-            done.metrics,
+            outcome.reward,
+            outcome.done,
+            valid=outcome.valid,
+            success=outcome.success,
+            truncated=outcome.truncated,
+            metrics=outcome.metrics,
         )
 
     async def text_frame(self) -> str:  # type: ignore[override]
@@ -88,29 +89,29 @@ class RemoteEnvironment(Environment):
     async def close(self) -> None:  # type: ignore[override]
         """Close the environment if it is healthy, and end its process."""
         try:
-            if self._sound:
+            if self._is_healthy:
                 async with asyncio.timeout(FAREWELL_S):
                     await self._ask("close", protocol.CloseEnvironment(), protocol.EnvironmentMade)
         except (CallFailed, TimeoutError) as error:
             log.debug("close: %s", error)
         finally:
             self._line.close()
-            await self._nursery.bury(self, hung_up=False)
+            await self._pool.reap(self, hung_up=False)
 
-    async def _ask(self, method: str, question: Any, answer: type[A]) -> A:
-        self._sound = False
+    async def _ask(self, method: str, request: Any, answer: type[A]) -> A:
+        self._is_healthy = False
         try:
-            found = protocol.ANSWERS.decode(await self._line.ask(protocol.ENCODER.encode(question)))
+            reply = protocol.ANSWERS.decode(await self._line.ask(protocol.ENCODER.encode(request)))
         except line.HungUp:
-            cause = await self._nursery.bury(self, hung_up=True)
+            cause = await self._pool.reap(self, hung_up=True)
             raise CallFailed(f"{method}: the worker process {cause}") from None
         except (line.ProtocolError, msgspec.DecodeError) as error:
             raise CallFailed(
                 f"{method}: the worker process sent an invalid answer: {error}"
             ) from None
-        if isinstance(found, protocol.EnvironmentFailed):
-            raise CallFailed(found.detail, found.trace)
-        if not isinstance(found, answer):
-            raise CallFailed(f"{method}: the worker process answered {type(found).__name__}")
-        self._sound = True
-        return found
+        if isinstance(reply, protocol.EnvironmentFailed):
+            raise CallFailed(reply.detail, reply.trace)
+        if not isinstance(reply, answer):
+            raise CallFailed(f"{method}: the worker process answered {type(reply).__name__}")
+        self._is_healthy = True
+        return reply

@@ -13,7 +13,8 @@ from broker.contract.strict import text_problem
 from broker.errors import RlearnerError
 from envhub.envs.base import Observation, StepResult
 
-MAX_TEXT_BYTES: Final = 1 << 20  # of one observation, anchor or frame: about 250,000 tokens
+# of one observation, anchor or frame: about 250,000 tokens
+MAX_TEXT_BYTES: Final = 1 << 20
 MAX_METRICS: Final = 256
 FLAGS: Final = ("done", "valid", "success", "truncated")
 NAME_CHARS: Final = 100
@@ -46,75 +47,85 @@ def step_result(value: object, method: str = "step") -> StepResult:
         raise ReturnedValueError(f"{method} returned {type(value).__name__}, not a StepResult")
     observation(method, value.observation)
     flags = (value.done, value.valid, value.success, value.truncated)
-    plain = type(flags[0]) is type(flags[1]) is type(flags[2]) is type(flags[3]) is bool
-    if plain and type(value.reward) is float and not value.metrics and type(value.metrics) is dict:
-        _finite("reward", value.reward)
+    # nearly every result: nothing needs to be converted, and this runs at every step
+    is_plain = type(flags[0]) is type(flags[1]) is type(flags[2]) is type(flags[3]) is bool
+    has_metrics = type(value.metrics) is not dict or bool(value.metrics)
+    if is_plain and type(value.reward) is float and not has_metrics:
+        _check_finite("reward", value.reward)
         return value
-    done, valid, success, truncated = (
-        _flag(name, flag) for name, flag in zip(FLAGS, flags, strict=True)
+    is_done, is_valid, is_success, is_truncated = (
+        _check_flag(name, flag) for name, flag in zip(FLAGS, flags, strict=True)
     )
-    reward = _number("reward", value.reward)
-    metrics = _metrics(value.metrics)
-    return StepResult(value.observation, reward, done, valid, success, truncated, metrics)
+    return StepResult(
+        value.observation,
+        _check_number("reward", value.reward),
+        is_done,
+        valid=is_valid,
+        success=is_success,
+        truncated=is_truncated,
+        metrics=_check_metrics(value.metrics),
+    )
 
 
-def text(noun: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
+def text(label: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
     """Return the value if it is a text that can be sent.
 
     Raises:
-        ReturnedValueError: if ``what`` is not a text, has lone surrogates, or is larger than
-            ``limit`` bytes.
+        ReturnedValueError: if it is not a text, has lone surrogates, or is larger than ``limit``
+            bytes; names it as ``label``.
     """
     if not isinstance(value, str):
-        raise ReturnedValueError(f"{noun} is {_shown(value)}, not a text")
+        raise ReturnedValueError(f"{label} is {_short_repr(value)}, not a text")
     if problem := text_problem(value):
-        raise ReturnedValueError(f"{noun} is {problem}")
+        raise ReturnedValueError(f"{label} is {problem}")
     size = len(value) if value.isascii() else len(value.encode())
     if size > limit:
-        raise ReturnedValueError(f"{noun} has {size} bytes, the limit is {limit}")
+        raise ReturnedValueError(f"{label} has {size} bytes, the limit is {limit}")
     return value
 
 
-def _metrics(value: object) -> dict[str, float]:
+def _check_metrics(value: object) -> dict[str, float]:
     if not isinstance(value, Mapping):
         raise ReturnedValueError(
-            f"step returned metrics {_shown(value)}, not a mapping of names to numbers"
+            f"step returned metrics {_short_repr(value)}, not a mapping of names to numbers"
         )
     if len(value) > MAX_METRICS:
         raise ReturnedValueError(f"step returned {len(value)} metrics, the limit is {MAX_METRICS}")
     for name in value:
         if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARS or not name.isprintable():
             allowed = f"a name is a text of 1-{NAME_CHARS} printable characters"
-            raise ReturnedValueError(f"step returned a metric named {_shown(name)}; {allowed}")
-    return {str(name): _number(f"metric {name!r}", number) for name, number in value.items()}
+            raise ReturnedValueError(f"step returned a metric named {_short_repr(name)}; {allowed}")
+    return {str(name): _check_number(f"metric {name!r}", number) for name, number in value.items()}
 
 
-def _number(noun: str, value: Any) -> float:
+def _check_number(label: str, value: Any) -> float:
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise ReturnedValueError(f"step returned {noun} {_shown(value)}, not a number")
+        raise ReturnedValueError(f"step returned {label} {_short_repr(value)}, not a number")
     try:
         number = float(value)
     except Exception:  # noqa: BLE001 - a user's object may raise anything
-        raise ReturnedValueError(f"step returned {noun} {_shown(value)}, not a number") from None
-    _finite(noun, number)
+        raise ReturnedValueError(
+            f"step returned {label} {_short_repr(value)}, not a number"
+        ) from None
+    _check_finite(label, number)
     return number
 
 
-def _finite(noun: str, number: float) -> None:
+def _check_finite(label: str, number: float) -> None:
     if not math.isfinite(number):
-        raise ReturnedValueError(f"step returned {noun} {number}; it must be finite")
+        raise ReturnedValueError(f"step returned {label} {number}; it must be finite")
 
 
-def _flag(name: str, value: Any) -> bool:
+def _check_flag(name: str, value: Any) -> bool:
     # numpy's, without an import
     if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
         return bool(value)
-    raise ReturnedValueError(f"step returned {name} {_shown(value)}, not True or False")
+    raise ReturnedValueError(f"step returned {name} {_short_repr(value)}, not True or False")
 
 
-def _shown(value: object) -> str:
+def _short_repr(value: object) -> str:
     try:
-        excerpt = " ".join(repr(value)[:200].split())
-    except Exception as error:  # noqa: BLE001 - the same
-        excerpt = f"that cannot be shown: {type(error).__name__}"
-    return f"{type(value).__name__} {excerpt if len(excerpt) <= 80 else excerpt[:77] + '...'}"
+        line = " ".join(repr(value)[:200].split())
+    except Exception as error:  # noqa: BLE001 - a user's object may raise anything
+        line = f"that cannot be shown: {type(error).__name__}"
+    return f"{type(value).__name__} {line if len(line) <= 80 else line[:77] + '...'}"

@@ -1,6 +1,4 @@
-"""Starts a domain's workers and agents in bubblewrap: what they may read, and as which user they
-run.
-"""
+"""Starts a domain's workers and agents in bubblewrap, and decides what they may read there."""
 
 from __future__ import annotations
 
@@ -20,18 +18,20 @@ from rlearner_sandbox import NoSandbox, Sandbox, SandboxLimits, seccomp
 from rlearner_sandbox.command import free_uid, jail
 from rlearner_sandbox.run import id_maps, sealed_file
 
-SYSTEM: Final = ("/usr", "/opt", "/sys/devices/system/cpu")  # programs; cores for numerics
+# programs; cores for numerics
+SYSTEM: Final = ("/usr", "/opt", "/sys/devices/system/cpu")
 # libraries and commands, names of users and hosts, time, certificates, fonts; no settings of
 # services
 ETC: Final = (
-    "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "passwd", "group", "nsswitch.conf", "hosts",
-    "resolv.conf", "host.conf", "gai.conf", "protocols", "services", "localtime", "timezone", "ssl/certs",
-    "ssl/openssl.cnf", "ca-certificates", "pki/tls", "pki/ca-trust", "crypto-policies", "mime.types", "fonts",
-    "terminfo", "os-release", "python3*", "OpenCL",
+    "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "passwd", "group", "nsswitch.conf",
+    "hosts", "resolv.conf", "host.conf", "gai.conf", "protocols", "services", "localtime",
+    "timezone", "ssl/certs", "ssl/openssl.cnf", "ca-certificates", "pki/tls", "pki/ca-trust",
+    "crypto-policies", "mime.types", "fonts", "terminfo", "os-release", "python3*", "OpenCL",
 )  # fmt: skip
 # of ours, also if they are not installed
 PACKAGES: Final = ("broker", "envhub", "rlearner_text", "rlearner_sandbox")
-SCRATCH_MIB: Final = 1024  # in memory, of each folder that it may write to
+# in memory, of each folder that it may write to
+SCRATCH_MIB: Final = 1024
 BECOME: Final = """import os, sys; uid = int(sys.argv[1]); os.setgroups([])
 os.setresgid(uid, uid, uid); os.setresuid(uid, uid, uid); os.execvp(sys.argv[2], sys.argv[2:])"""
 # With the host's network come its abstract sockets, which have no file; Landlock (Linux 6.12) keeps
@@ -78,9 +78,15 @@ def sandboxed_start(domain: Domain, folder: str | None = None) -> Iterator[Sandb
         packages = readable(domain)
         scratch = domain.environment.folders(domain.args)[1]
         within = jail(
-            bwrap, rules, limits, root=is_root, packages=packages, network=domain.section.network, scratch=scratch,
+            bwrap,
+            rules,
+            limits,
+            root=is_root,
+            packages=packages,
+            network=domain.section.network,
+            scratch=scratch,
             folder=os.path.abspath(folder or os.getcwd()),
-        )  # fmt: skip
+        )
         if domain.section.network:
             within += [sys.executable, "-I", "-S", "-c", SCOPE]
         uid = free_uid(os.getpid() * 16 + next(_numbers) % 16, id_maps()) if is_root else 0
@@ -89,12 +95,12 @@ def sandboxed_start(domain: Domain, folder: str | None = None) -> Iterator[Sandb
         os.close(rules)
 
 
-def sandboxed_command(start: SandboxedStart | None, command: Sequence[str]) -> list[str]:
+def sandboxed_command(sandbox: SandboxedStart | None, command: Sequence[str]) -> list[str]:
     """Return the command that runs a program in a sandbox, as another user if the hub is root."""
-    if start is None:
+    if sandbox is None:
         return list(command)
-    become = [sys.executable, "-I", "-S", "-c", BECOME, str(start.uid)] if start.uid else []
-    return [*start.within, *become, *command]
+    become = [sys.executable, "-I", "-S", "-c", BECOME, str(sandbox.uid)] if sandbox.uid else []
+    return [*sandbox.within, *become, *command]
 
 
 def require(domain: Domain) -> None:
@@ -113,10 +119,8 @@ def require(domain: Domain) -> None:
 
 
 def readable(domain: Domain) -> list[str]:
-    """Return the files and folders that the environment needs: Python, packages, its own code and
-    its data.
-    """
-    paths = [*SYSTEM, *_settings(), sys.prefix, sys.base_prefix]
+    """Return the paths that an environment needs: Python, packages, its code and its data."""
+    paths = [*SYSTEM, *_etc_paths(), sys.prefix, sys.base_prefix]
     paths += [
         str(Path(spec.origin).parent)
         for name in PACKAGES
@@ -134,7 +138,7 @@ def readable(domain: Domain) -> list[str]:
     ]
 
 
-def _settings() -> list[str]:
+def _etc_paths() -> list[str]:
     """Return the entries of /etc that programs need, as far as they exist."""
     return [str(path) for name in ETC for path in sorted(Path("/etc").glob(name))]
 

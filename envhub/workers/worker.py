@@ -35,11 +35,11 @@ class EnvironmentWorker:
         self._environment: Environment | None = None
         self._loop = asyncio.Runner()  # one loop for all episodes, made when first needed
 
-    def answer(self, question: Any) -> Any:
+    def answer(self, request: Any) -> Any:
         """Answer a request of the hub; errors of the environment are answers too."""
-        method = _METHODS[type(question)]
+        method = _METHODS[type(request)]
         try:
-            match question:
+            match request:
                 case protocol.MakeEnvironment():
                     self._environment = self._domain.make()
                     return protocol.EnvironmentMade()
@@ -63,7 +63,9 @@ class EnvironmentWorker:
 
     def _call(self, method: str, *args: Any) -> Any:
         result = getattr(self._environment, method)(*args)
-        return self._loop.run(_wait(result)) if hasattr(result, "__await__") else result
+        if not hasattr(result, "__await__"):
+            return result
+        return self._loop.run(_await_work(result))
 
     def _reset(self, task_index: int, split: str, seed: int) -> protocol.FirstObservation:
         observation = returned.observation("reset", self._call("reset", task_index, split, seed))
@@ -76,13 +78,20 @@ class EnvironmentWorker:
         step = returned.step_result(self._call(method, action), method)
         observation = step.observation
         is_spent = step.done and self._allowance.spent()
-        flags = (step.done, step.valid, step.success, step.truncated)
         return protocol.StepOutcome(
-            observation.text, observation.anchor, step.reward, *flags, step.metrics, is_spent
+            observation.text,
+            observation.anchor,
+            step.reward,
+            done=step.done,
+            valid=step.valid,
+            success=step.success,
+            truncated=step.truncated,
+            metrics=step.metrics,
+            spent=is_spent,
         )
 
 
-async def _wait(work: Awaitable[Any]) -> Any:
+async def _await_work(work: Awaitable[Any]) -> Any:
     return await work
 
 
@@ -91,6 +100,6 @@ def serve(domain: Domain, connection: socket.socket, allowance: ResourceLimits) 
     worker = EnvironmentWorker(domain, allowance)
     with connection, connection.makefile("rb") as stream:
         while (data := line.read(stream)) is not None:
-            answer = worker.answer(protocol.QUESTIONS.decode(data))
+            answer = worker.answer(protocol.REQUESTS.decode(data))
             if not line.write(connection, protocol.ENCODER.encode(answer)):
                 return

@@ -31,8 +31,8 @@ class AlfworldArgs(Section):
     """``env_args`` of ``alfworld``."""
 
     harmless = (
-        "task_types", "eval_split", "show_commands", "max_steps", "success_reward", "format_penalty",
-        "answer_tag",
+        "task_types", "eval_split", "show_commands", "max_steps", "success_reward",
+        "format_penalty", "answer_tag",
     )  # fmt: skip
 
     # folder with json_2.1.1 in it; None: $ALFWORLD_DATA, else ~/.cache/alfworld
@@ -69,38 +69,40 @@ class AlfworldEnv(Environment):
     @classmethod
     def check(cls, args: AlfworldArgs) -> None:
         for split in ("train", "eval"):
-            if not _files(args, split):
+            if not _split_files(args, split):
                 allowed = f"a folder of ALFWorld's games; it has none for {split}; {INSTALL}"
                 raise ConfigError("data", args.data, allowed)
 
     @classmethod
     def num_tasks(cls, args: AlfworldArgs, split: Split) -> int | None:
-        return len(_files(args, split))
+        return len(_split_files(args, split))
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
-        if not _files(AlfworldArgs(), "train"):
+        if not _split_files(AlfworldArgs(), "train"):
             raise NotInstalled(f"environment alfworld: there are no games; {INSTALL}")
         return {}
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         """Start the game of the task's file; the seed has no effect."""
         self.close()
-        files = _files(self.args, split)
-        self._game = _start(files[task_index % len(files)])
+        files = _split_files(self.args, split)
+        self._game = _start_game(files[task_index % len(files)])
         self._turns = 0
         return self._observe(self._game.reset())
 
     def step(self, text: str) -> StepResult:
         command = tagged(text, self.args.answer_tag).lower()
-        valid = command in self._commands
-        state, _, done = self._game.step(command)
+        is_valid = command in self._commands
+        state, _, is_done = self._game.step(command)
         self._turns += 1
-        won = bool(state["won"])
-        done = bool(done) or won
-        cut = not done and self._turns >= self.args.max_steps
-        reward = self.args.success_reward * won - self.args.format_penalty * (not valid)
-        return StepResult(self._observe(state), reward, done or cut, valid, won, truncated=cut)
+        has_won = bool(state["won"])
+        is_done = bool(is_done) or has_won
+        is_cut = not is_done and self._turns >= self.args.max_steps
+        reward = self.args.success_reward * has_won - self.args.format_penalty * (not is_valid)
+        return StepResult(
+            self._observe(state), reward, is_done or is_cut, is_valid, has_won, truncated=is_cut
+        )
 
     def text_frame(self) -> str:
         return self._shown
@@ -113,13 +115,13 @@ class AlfworldEnv(Environment):
     def _observe(self, state: Any) -> Observation:
         self._commands = list(state["admissible_commands"] or [])
         self._shown = str(state["feedback"]).strip()
-        listed = (
-            f"\nAdmissible commands: {', '.join(self._commands)}" if self.args.show_commands else ""
-        )
-        return Observation(self._shown + listed)
+        text = self._shown
+        if self.args.show_commands:
+            text += f"\nAdmissible commands: {', '.join(self._commands)}"
+        return Observation(text)
 
 
-def _start(file: str) -> Any:
+def _start_game(file: str) -> Any:
     textworld = library("alfworld", "textworld", INSTALL)
     wrappers = library("alfworld", "alfworld.agents.environment.alfred_tw_env", INSTALL)
     infos = textworld.EnvInfos(feedback=True, won=True, admissible_commands=True)
@@ -128,10 +130,9 @@ def _start(file: str) -> Any:
     )
 
 
-def _files(args: AlfworldArgs, split: Split) -> tuple[str, ...]:
-    return _game_files(
-        args.data, tuple(args.task_types), "train" if split == "train" else args.eval_split
-    )
+def _split_files(args: AlfworldArgs, split: Split) -> tuple[str, ...]:
+    alfworld_split = "train" if split == "train" else args.eval_split
+    return _game_files(args.data, tuple(args.task_types), alfworld_split)
 
 
 @lru_cache(maxsize=8)

@@ -78,38 +78,42 @@ class AppworldEnv(Environment):
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         """Start a task of AppWorld's; the seed has no effect."""
         self.close()
-        tasks = _tasks(self.args.train_tasks if split == "train" else self.args.eval_tasks)
+        task_ids = _tasks(self.args.train_tasks if split == "train" else self.args.eval_tasks)
         app = library("appworld", "appworld", INSTALL)
         self._world = app.AppWorld(
-            task_id=tasks[task_index % len(tasks)], experiment_name=self.args.experiment_name
+            task_id=task_ids[task_index % len(task_ids)], experiment_name=self.args.experiment_name
         )
         self._turns = 0
         task = self._world.task
         person = task.supervisor
         self.prompt = str(task.instruction)
         contact = f"my e-mail is {person.email}, my phone number {person.phone_number}."
-        self._shown = f"My name is {person.first_name} {person.last_name}, {contact}\nTask: {task.instruction}"
+        name = f"{person.first_name} {person.last_name}"
+        self._shown = f"My name is {name}, {contact}\nTask: {task.instruction}"
         return Observation(self._shown)
 
     def step(self, text: str) -> StepResult:
-        match = _FENCED.search(text)
-        code = (match[1] if match else text).strip()
+        block = _FENCED.search(text)
+        code = (block[1] if block else text).strip()
         self._turns += 1
         if code:
             self._shown = str(self._world.execute(code))
-        done = bool(self._world.task_completed())
-        cut = not done and self._turns >= self.args.max_interactions
-        share, success = self._evaluate() if done or cut else (0.0, False)
+        is_done = bool(self._world.task_completed())
+        is_cut = not is_done and self._turns >= self.args.max_interactions
+        share = 0.0
+        success = False
+        if is_done or is_cut:
+            share, success = self._evaluate()
         reward = share if self.args.reward == "share" else float(success)
         observation = Observation(self._shown)
         metrics = {"tests_passed": share}
         return StepResult(
             observation,
             reward,
-            done or cut,
+            is_done or is_cut,
             bool(code),
-            success and done,
-            truncated=cut,
+            success and is_done,
+            truncated=is_cut,
             metrics=metrics,
         )
 

@@ -11,8 +11,11 @@ from envhub.envs.base import Split
 
 
 def library(env: str, module: str, install: str) -> Any:
-    """Import the module of the environment that the registry calls ``env``; ``install``: how to
-    install it.
+    """Import a module that an environment needs.
+
+    Args:
+        env: name of the environment in the registry.
+        install: how to install the library.
 
     Raises:
         NotInstalled: if the module, or something that it imports, is missing.
@@ -29,9 +32,7 @@ def one_line(error: Exception) -> str:
 
 
 def seed_of(task_index: int, split: Split, seed: int) -> int:
-    """Return a task's seed of 31 bits: odd in training; even, and independent of ``seed``, in
-    evaluation.
-    """
-    text = f"{task_index}/{seed if split == 'train' else 'eval'}".encode()
-    number = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little") >> 1
+    """Return a task's seed of 31 bits: odd in training; in evaluation even, whatever ``seed``."""
+    key = f"{task_index}/{seed if split == 'train' else 'eval'}".encode()
+    number = int.from_bytes(hashlib.blake2b(key, digest_size=4).digest(), "little") >> 1
     return number & ~1 | (split == "train")

@@ -17,7 +17,10 @@ from broker.settings.config import Section
 from envhub.envs.adapters.foreign import library, one_line, seed_of
 from envhub.envs.base import Environment, Observation, Split, StepResult
 
-INSTALL: Final = "pip install 'rlearner[gem]', then pip install --no-deps gem-llm==0.1.0 (it pins another msgspec)"
+INSTALL: Final = (
+    "pip install 'rlearner[gem]', then pip install --no-deps gem-llm==0.1.0 "
+    "(it pins another msgspec)"
+)
 
 
 class GemArgs(Section):
@@ -38,16 +41,16 @@ class GemEnv(Environment):
 
     def __init__(self, args: GemArgs) -> None:
         super().__init__(args)
-        self._env = _make(args)
+        self._env = _make_env(args)
         self._shown = ""
 
     @classmethod
     def check(cls, args: GemArgs) -> None:
-        _make(args)
+        _make_env(args)
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
-        _gem()
+        _import_gem()
         return {"id": "game:GuessTheNumber-v0-random"}
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
@@ -56,31 +59,36 @@ class GemEnv(Environment):
 
     def step(self, text: str) -> StepResult:
         observation, reward, terminated, truncated, info = self._env.step(text)
-        done = bool(terminated or truncated)
-        solved = done and float(reward) >= self.args.success_reward
+        is_done = bool(terminated or truncated)
+        is_solved = is_done and float(reward) >= self.args.success_reward
         return StepResult(
-            self._show(observation, info), float(reward), done, True, solved, bool(truncated)
+            self._show(observation, info),
+            float(reward),
+            is_done,
+            success=is_solved,
+            truncated=bool(truncated),
         )
 
     def text_frame(self) -> str:
         return self._shown
 
     def _show(self, observation: Any, info: dict[str, Any]) -> Observation:
-        suffix = str(info.get("suffix") or "") if self.args.suffix else ""
-        self._shown = (
-            f"{observation}\n{suffix}" if suffix and isinstance(observation, str) else observation
-        )
+        self._shown = observation
+        suffix = str(info.get("suffix") or "")
+        if self.args.suffix and suffix and isinstance(observation, str):
+            self._shown = f"{observation}\n{suffix}"
         return Observation(self._shown)
 
 
-def _gem() -> Any:
-    library("gem", "gem.envs", INSTALL)  # which registers GEM's own
+def _import_gem() -> Any:
+    # which registers GEM's own
+    library("gem", "gem.envs", INSTALL)
     return library("gem", "gem", INSTALL)
 
 
-def _make(args: GemArgs) -> Any:
+def _make_env(args: GemArgs) -> Any:
     try:
-        return _gem().make(args.id, **args.make_args)
+        return _import_gem().make(args.id, **args.make_args)
     except (ImportError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             "id", args.id, f"an environment that gem.make makes: {one_line(error)}"

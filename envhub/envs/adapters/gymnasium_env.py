@@ -52,9 +52,9 @@ class GymnasiumEnv(Environment):
 
     def __init__(self, args: GymnasiumArgs) -> None:
         super().__init__(args)
-        self._env = _make(args)
+        self._env = _make_env(args)
         self._observe = resolve("observe", args.observe, {}) if args.observe else plain
-        self._actions = _actions(args, self._env.action_space)
+        self._actions = _action_numbers(args, self._env.action_space)
         self._return = 0.0
         self._shown = ""
 
@@ -74,24 +74,23 @@ class GymnasiumEnv(Environment):
     def step(self, text: str) -> StepResult:
         if self._actions is None:
             action: Any = tagged(text, self.args.answer_tag)
-            valid = self._env.action_space.contains(action)
+            is_valid = self._env.action_space.contains(action)
         else:
-            action_name = one_of(text, self._actions, self.args.answer_tag)
-            valid = action_name is not None
-            action = action_name and int(action_name)
-        if not valid:
+            number = one_of(text, self._actions, self.args.answer_tag)
+            is_valid = number is not None
+            action = number and int(number)
+        if not is_valid:
             return StepResult(self._seen(), -self.args.format_penalty, False, valid=False)
         observation, reward, terminated, truncated, info = self._env.step(action)
         self._return += float(reward)
-        done = bool(terminated or truncated)
-        limited = bool(truncated and not terminated)
+        is_done = bool(terminated or truncated)
+        is_truncated = bool(truncated and not terminated)
         return StepResult(
             self._show(observation),
             float(reward),
-            done,
-            True,
-            done and self._succeeded(info),
-            limited,
+            is_done,
+            success=is_done and self._has_succeeded(info),
+            truncated=is_truncated,
         )
 
     def text_frame(self) -> str:
@@ -100,7 +99,7 @@ class GymnasiumEnv(Environment):
     def close(self) -> None:
         self._env.close()
 
-    def _succeeded(self, info: dict[str, Any]) -> bool:
+    def _has_succeeded(self, info: dict[str, Any]) -> bool:
         if self.args.success_return is not None:
             return self._return >= self.args.success_return
         return bool(info.get("is_success", False))
@@ -114,9 +113,7 @@ class GymnasiumEnv(Environment):
 
 
 def plain(observation: Any, environment: Any) -> str:
-    """Return a text as it is, numbers with four digits, a tuple or a mapping with one part per
-    line.
-    """
+    """Return a text as it is, numbers with four digits, other values with one part per line."""
     if isinstance(observation, str):
         return observation
     if isinstance(observation, dict):
@@ -130,7 +127,7 @@ def plain(observation: Any, environment: Any) -> str:
     return "\n".join(" ".join(f"{number:.4g}" for number in row) for row in rows)
 
 
-def _make(args: GymnasiumArgs) -> Any:
+def _make_env(args: GymnasiumArgs) -> Any:
     gymnasium = library("gymnasium", "gymnasium", "pip install gymnasium")
     try:
         return gymnasium.make(args.id, **{"disable_env_checker": True, **args.make_args})
@@ -140,7 +137,7 @@ def _make(args: GymnasiumArgs) -> Any:
         ) from None
 
 
-def _actions(args: GymnasiumArgs, space: Any) -> dict[str, str] | None:
+def _action_numbers(args: GymnasiumArgs, space: Any) -> dict[str, str] | None:
     """Return the number of each action by its name in capitals; None if actions are texts.
 
     Raises:

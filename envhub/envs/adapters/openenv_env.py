@@ -32,7 +32,8 @@ from envhub.envs.base import Environment, Observation, Split, StepResult
 from envhub.envs.text.answers import tagged
 
 MAX_MESSAGE_BYTES: Final = 8 << 20
-CHECK_S: Final = 10.0  # for the server's schema
+# for the server's schema
+CHECK_S: Final = 10.0
 
 
 class OpenEnvArgs(Section):
@@ -85,7 +86,7 @@ class OpenEnv(Environment):
         if urllib.parse.urlsplit(args.url).scheme not in ("http", "https", "ws", "wss"):
             raise ConfigError("url", args.url, "an address such as http://127.0.0.1:8000")
         cls(args)
-        fields = (_schema(args.url).get("action") or {}).get("properties")
+        fields = (_fetch_schema(args.url).get("action") or {}).get("properties")
         if args.action == "field" and isinstance(fields, dict) and args.action_field not in fields:
             allowed = f"a field of the server's actions: {', '.join(fields)}"
             raise ConfigError("action_field", args.action_field, allowed)
@@ -95,6 +96,7 @@ class OpenEnv(Environment):
         raise NotInstalled("environment openenv: it needs a running server")
 
     async def reset(self, task_index: int, split: Split, seed: int) -> Observation:
+        # the server may have ended the session between two episodes
         if self._socket is None or self._socket.closed:
             await self.close()
             await self._connect()
@@ -112,10 +114,10 @@ class OpenEnv(Environment):
         if problem:
             self._shown = problem
             return StepResult(Observation(problem), malformed.reward, False, False)
-        done = bool(data.get("done"))
+        is_done = bool(data.get("done"))
         reward = float(data.get("reward") or 0.0)
         return StepResult(
-            self._show(data), reward, done, True, done and reward >= self.args.success_reward
+            self._show(data), reward, is_done, True, is_done and reward >= self.args.success_reward
         )
 
     def text_frame(self) -> str:
@@ -158,13 +160,13 @@ class OpenEnv(Environment):
             )
         try:
             answer = strict.parse_json(message.data)
-            reply = answer["data"]
+            payload = answer["data"]
             if answer["type"] == "error":
-                problem = f"{reply['message']} ({reply['code']})"
-                if kind == "step" and reply["code"] == "VALIDATION_ERROR":
+                problem = f"{payload['message']} ({payload['code']})"
+                if kind == "step" and payload["code"] == "VALIDATION_ERROR":
                     return {}, problem
                 raise ServerError(f"{kind}: the server answered: {problem}")
-            if answer["type"] != "observation" or not isinstance(reply["observation"], dict):
+            if answer["type"] != "observation" or not isinstance(payload["observation"], dict):
                 raise ServerError(
                     f"{kind}: the server answered {answer['type']!r}, not an observation"
                 )
@@ -173,7 +175,7 @@ class OpenEnv(Environment):
             raise ServerError(
                 f"{kind}: the server answered {excerpt}, which is not OpenEnv's protocol"
             ) from None
-        return reply, ""
+        return payload, ""
 
     def _action(self, text: str) -> dict[str, Any] | None:
         if self.args.action == "field":
@@ -182,7 +184,9 @@ class OpenEnv(Environment):
             action = strict.parse_json(text)
         except strict.BadJson:
             return None
-        return {**self.args.action_args, **action} if isinstance(action, dict) else None
+        if not isinstance(action, dict):
+            return None
+        return {**self.args.action_args, **action}
 
     def _show(self, data: dict[str, Any]) -> Observation:
         self._seen = data["observation"]
@@ -197,10 +201,12 @@ class OpenEnv(Environment):
             fields = ", ".join(observation) or "no fields"
             raise ServerError(f"observation_field {name!r}: the server's observation has {fields}")
         value = observation[name]
-        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        if isinstance(value, str):
+            return value
+        return json.dumps(value, ensure_ascii=False)
 
 
-def _schema(url: str) -> dict[str, Any]:
+def _fetch_schema(url: str) -> dict[str, Any]:
     """Return the server's schema of its messages.
 
     Raises:
@@ -215,7 +221,8 @@ def _schema(url: str) -> dict[str, Any]:
             schema = json.loads(reply.read(MAX_MESSAGE_BYTES))
     except (urllib.error.URLError, OSError, ValueError) as error:
         if isinstance(error, urllib.error.HTTPError):
-            error.close()  # it holds the connection
+            # it holds the connection
+            error.close()
         raise ConfigError("url", url, f"the address of a running OpenEnv server: {error}") from None
     if not isinstance(schema, dict):
         raise ConfigError("url", url, f"an OpenEnv server; {address} is not a schema")

@@ -47,12 +47,12 @@ class ReasoningGymEnv(Environment):
 
     def __init__(self, args: ReasoningGymArgs) -> None:
         super().__init__(args)
-        self._data = _dataset(args)
+        self._data = _load_dataset(args)
         self._entry: dict[str, Any] = {}
 
     @classmethod
     def check(cls, args: ReasoningGymArgs) -> None:
-        _dataset(args)
+        _load_dataset(args)
         different = len(_held_out(args))
         if different < args.eval_size / 2:
             allowed = f"about {different}, since {args.dataset} has hardly more different questions"
@@ -68,9 +68,7 @@ class ReasoningGymEnv(Environment):
         return {"dataset": "chain_sum", "eval_size": 64}
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        """Show the question of the index; the seed has no effect, so that an epoch shows each
-        question once.
-        """
+        """Ask the question of the index, whatever the seed, so that an epoch asks each one once."""
         self._entry = self._find(task_index, split)
         self.prompt = self._entry["question"]
         self.reference = str(self._entry["answer"])
@@ -85,12 +83,9 @@ class ReasoningGymEnv(Environment):
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
         """Return the reference answer; with probability ``noise`` that of another question."""
-        wrong = rng.random() < noise
-        answer = (
-            str(self._data[int(rng.integers(self.args.size))]["answer"])
-            if wrong
-            else self.reference
-        )
+        answer = self.reference
+        if rng.random() < noise:
+            answer = str(self._data[int(rng.integers(self.args.size))]["answer"])
         return f"<answer>{answer}</answer>" if self.args.answer_tag else answer
 
     def _find(self, task_index: int, split: Split) -> dict[str, Any]:
@@ -104,14 +99,15 @@ class ReasoningGymEnv(Environment):
         raise ValueError(f"evaluation has every question of {self.args.dataset}")
 
 
-def _dataset(args: ReasoningGymArgs) -> Any:
-    return _made(
+def _load_dataset(args: ReasoningGymArgs) -> Any:
+    # arguments as text, which the cache can hash
+    return _create_dataset(
         args.dataset, json.dumps(args.dataset_args), args.dataset_seed, args.size + args.eval_size
     )
 
 
 @lru_cache(maxsize=8)
-def _made(name: str, arguments: str, seed: int, size: int) -> Any:
+def _create_dataset(name: str, arguments: str, seed: int, size: int) -> Any:
     module = library("reasoning_gym", "reasoning_gym", INSTALL)
     try:
         return module.create_dataset(name, **{**json.loads(arguments), "seed": seed, "size": size})
@@ -123,12 +119,14 @@ def _made(name: str, arguments: str, seed: int, size: int) -> Any:
 
 
 def _held_out(args: ReasoningGymArgs) -> frozenset[str]:
-    return _questions(
+    return _eval_questions(
         args.dataset, json.dumps(args.dataset_args), args.dataset_seed, args.size, args.eval_size
     )
 
 
 @lru_cache(maxsize=8)
-def _questions(name: str, arguments: str, seed: int, size: int, eval_size: int) -> frozenset[str]:
-    data = _made(name, arguments, seed, size + eval_size)
+def _eval_questions(
+    name: str, arguments: str, seed: int, size: int, eval_size: int
+) -> frozenset[str]:
+    data = _create_dataset(name, arguments, seed, size + eval_size)
     return frozenset(data[index]["question"] for index in range(size, size + eval_size))

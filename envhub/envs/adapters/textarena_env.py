@@ -64,7 +64,7 @@ class TextArenaEnv(Environment):
             )
             raise ConfigError("opponent", args.opponent, allowed)
         cls(args)
-        _make(args)
+        _make_env(args)
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class TextArenaEnv(Environment):
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         number = seed_of(task_index, split, seed)
         self._rng.seed(number)
-        self._env = _make(self.args)
+        self._env = _make_env(self.args)
         self._env.reset(num_players=self.args.num_players, seed=number)
         self._before = ""
         if self._others():
@@ -82,20 +82,20 @@ class TextArenaEnv(Environment):
         return self._observe()
 
     def step(self, text: str) -> StepResult:
-        done, _ = self._env.step(action=text)
+        is_done, _ = self._env.step(action=text)
         # this player's texts in a row that were not a move
-        valid = not getattr(self._env.state, "error_count", 0)
-        done = bool(done) or self._others()
-        if not done:
+        is_valid = not getattr(self._env.state, "error_count", 0)
+        is_done = bool(is_done) or self._others()
+        if not is_done:
             role = self._env.state.role_mapping.get(self.args.seat, f"Player {self.args.seat}")
-            return StepResult(self._observe(f"[{role}] {text}"), 0.0, False, valid)
+            return StepResult(self._observe(f"[{role}] {text}"), 0.0, False, is_valid)
         rewards, infos = self._env.close()
-        own = (infos or {}).get(self.args.seat, {})
+        own_info = (infos or {}).get(self.args.seat, {})
         reward = float((rewards or {}).get(self.args.seat, 0.0))
-        self._shown = str(own.get("reason", ""))
-        valid = valid and not own.get("invalid_move", False)
+        self._shown = str(own_info.get("reason", ""))
+        is_valid = is_valid and not own_info.get("invalid_move", False)
         return StepResult(
-            Observation(self._shown), reward, True, valid, reward >= self.args.success_reward
+            Observation(self._shown), reward, True, is_valid, reward >= self.args.success_reward
         )
 
     def text_frame(self) -> str:
@@ -104,41 +104,36 @@ class TextArenaEnv(Environment):
     def _others(self) -> bool:
         """Let the others play until it is the model's turn. Return whether the game is over."""
         while self._env.state.current_player_id != self.args.seat:
-            player, observation = self._env.get_observation()
+            player, view = self._env.get_observation()
             if self._opponent is None:
                 raise ValueError(f"it is the turn of player {player}, and there is no opponent")
-            done, _ = self._env.step(action=self._opponent(_text(observation, player), self._rng))
-            if done:
+            is_done, _ = self._env.step(action=self._opponent(_view_text(view, player), self._rng))
+            if is_done:
                 return True
         return False
 
-    def _observe(self, message: str = "") -> Observation:
+    def _observe(self, own_text: str = "") -> Observation:
         """Return what is new, without ``said``, the model's own words."""
-        _, observation = self._env.get_observation()
-        whole = _text(observation, self.args.seat)
-        repeated = isinstance(observation, str) and whole.startswith(self._before)
-        self._shown = (
-            (whole[len(self._before) :] if repeated else whole)
-            .lstrip("\n")
-            .removeprefix(message)
-            .lstrip("\n")
-        )
-        self._before = whole if isinstance(observation, str) else ""
+        _, view = self._env.get_observation()
+        whole = _view_text(view, self.args.seat)
+        is_repeated = isinstance(view, str) and whole.startswith(self._before)
+        news = whole[len(self._before) :] if is_repeated else whole
+        self._shown = news.lstrip("\n").removeprefix(own_text).lstrip("\n")
+        self._before = whole if isinstance(view, str) else ""
         return Observation(self._shown)
 
 
-def _text(observation: Any, seat: int) -> str:
-    """Return what a player sees as text; a raw game gives a list of (from, text, kind), including
-    its own words.
+def _view_text(view: Any, seat: int) -> str:
+    """Return what a player sees as text.
+
+    A raw game gives a list of (from, text, kind), which includes the player's own texts.
     """
-    return (
-        observation
-        if isinstance(observation, str)
-        else "\n".join(str(message[1]) for message in observation or [] if message[0] != seat)
-    )
+    if isinstance(view, str):
+        return view
+    return "\n".join(str(message[1]) for message in view or [] if message[0] != seat)
 
 
-def _make(args: TextArenaArgs) -> Any:
+def _make_env(args: TextArenaArgs) -> Any:
     try:
         return library("textarena", "textarena", INSTALL).make(args.id, **args.make_args)
     except (ImportError, LookupError, TypeError, ValueError) as error:

@@ -39,7 +39,9 @@ class BlackjackArgs(Section):
 def total(cards: list[int]) -> tuple[int, bool]:
     """Return (what the cards count, whether an ace counts 11). Cards are 1 to 13."""
     least = sum(min(card, 10) for card in cards)
-    return (least + 10, True) if 1 in cards and least + 10 <= 21 else (least, False)
+    if 1 in cards and least + 10 <= 21:
+        return least + 10, True
+    return least, False
 
 
 class Blackjack(Environment):
@@ -61,14 +63,14 @@ class Blackjack(Environment):
         return NUM_EVAL if split == "eval" else None
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        """Deal; a hash of the cards that the player sees assigns a deal to training or to
-        evaluation.
-        """
+        """Deal; a hash of the visible cards assigns a deal to training or to evaluation."""
         self._rng = np.random.default_rng(
             [seed, task_index, 0] if split == "train" else [task_index % NUM_EVAL, 1]
         )
+        # until the deal belongs to the split
         while True:
-            self._dealer, self._own = [self._draw(), self._draw()], [self._draw(), self._draw()]
+            self._dealer = [self._draw(), self._draw()]
+            self._own = [self._draw(), self._draw()]
             if _is_held_out(self._own, self._dealer[0]) is (split == "eval"):
                 return self._observe()
 
@@ -78,48 +80,51 @@ class Blackjack(Environment):
             return StepResult(self._observe(), -self.args.format_penalty, False, False)
         if action == "hit":
             self._own.append(self._draw())
-            bust = total(self._own)[0] > 21
-            return StepResult(self._observe(), -1.0 if bust else 0.0, bust)
+            is_bust = total(self._own)[0] > 21
+            return StepResult(self._observe(), -1.0 if is_bust else 0.0, is_bust)
         while total(self._dealer)[0] < DEALER_STANDS:
             self._dealer.append(self._draw())
         own = total(self._own)[0]
         dealer = total(self._dealer)[0]
-        won = dealer > 21 or own > dealer
-        reward = 1.0 if won else 0.0 if own == dealer else -1.0
-        if won and self.args.natural and len(self._own) == 2 and own == 21:
-            reward = 1.5
-        return StepResult(self._observe(), reward, True, True, won)
+        has_won = dealer > 21 or own > dealer
+        reward = -1.0
+        if has_won:
+            is_natural = len(self._own) == 2 and own == 21
+            reward = 1.5 if is_natural and self.args.natural else 1.0
+        elif own == dealer:
+            reward = 0.0
+        return StepResult(self._observe(), reward, True, True, has_won)
 
     def text_frame(self) -> str:
-        return f"{self._observe().text}\nDealer's hand: {_shown(self._dealer)}"
+        return f"{self._observe().text}\nDealer's hand: {_format_cards(self._dealer)}"
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """Play a simple strategy: stand on hard 17, soft 18, and on hard 12 if the dealer shows 2
-        to 6.
-        """
+        """Stand on hard 17, soft 18, and on hard 12 if the dealer shows 2 to 6."""
         if rng.random() < noise:
             return ("hit", "stand")[int(rng.integers(2))]
-        count, soft = total(self._own)
-        enough = 18 if soft else 12 if 2 <= self._dealer[0] <= 6 else 17
-        return "stand" if count >= enough else "hit"
+        count, is_soft = total(self._own)
+        stand_at = 17
+        if is_soft:
+            stand_at = 18
+        elif 2 <= self._dealer[0] <= 6:
+            stand_at = 12
+        return "stand" if count >= stand_at else "hit"
 
     def _draw(self) -> int:
         return int(self._rng.integers(1, 14))
 
     def _observe(self) -> Observation:
-        count, soft = total(self._own)
-        own = _shown(self._own)
-        dealer = _shown(self._dealer[:1])
-        text = f"Your hand: {own} ({'soft ' if soft else ''}{count})\nDealer shows: {dealer}"
+        count, is_soft = total(self._own)
+        own = _format_cards(self._own)
+        dealer = _format_cards(self._dealer[:1])
+        text = f"Your hand: {own} ({'soft ' if is_soft else ''}{count})\nDealer shows: {dealer}"
         return Observation(text, anchor=text)
 
 
-def _shown(cards: list[int]) -> str:
+def _format_cards(cards: list[int]) -> str:
     return " ".join(RANKS[card - 1] for card in cards)
 
 
 def _is_held_out(own: list[int], dealer: int) -> bool:
-    return (
-        hashlib.blake2b(bytes([*sorted(own), dealer]), digest_size=1).digest()[0] % HELD_OUT_SHARE
-        == 0
-    )
+    cards = bytes([*sorted(own), dealer])
+    return hashlib.blake2b(cards, digest_size=1).digest()[0] % HELD_OUT_SHARE == 0

@@ -24,45 +24,44 @@ class FormulaError(ValueError):
 
 
 def evaluate(units: Sequence[str]) -> Fraction:
-    """Return the value of a formula of whole numbers, ``+ - * /`` and brackets, multiplication
-    first.
+    """Return the value of a formula of whole numbers, ``+ - * /`` and brackets.
 
     Raises:
         FormulaError: if it is not a formula; adjacent numbers and signs before a number are not
             allowed.
     """
-    remaining = list(reversed(units))
-    value = _sum(remaining)
-    if remaining:
-        raise FormulaError(f"{remaining[-1]!r} where the formula should end")
+    stack = list(reversed(units))
+    value = _parse_sum(stack)
+    if stack:
+        raise FormulaError(f"{stack[-1]!r} where the formula should end")
     return value
 
 
-def _sum(remaining: list[str]) -> Fraction:
-    value = _product(remaining)
-    while remaining and remaining[-1] in ("+", "-"):
+def _parse_sum(stack: list[str]) -> Fraction:
+    value = _parse_product(stack)
+    while stack and stack[-1] in ("+", "-"):
         value = (
-            value + _product(remaining) if remaining.pop() == "+" else value - _product(remaining)
+            value + _parse_product(stack) if stack.pop() == "+" else value - _parse_product(stack)
         )
     return value
 
 
-def _product(remaining: list[str]) -> Fraction:
-    value = _number(remaining)
-    while remaining and remaining[-1] in ("*", "/"):
-        times = remaining.pop() == "*"
-        factor = _number(remaining)
-        if not times and factor == 0:
+def _parse_product(stack: list[str]) -> Fraction:
+    value = _parse_number(stack)
+    while stack and stack[-1] in ("*", "/"):
+        is_product = stack.pop() == "*"
+        factor = _parse_number(stack)
+        if not is_product and factor == 0:
             raise FormulaError("division by zero")
-        value = value * factor if times else value / factor
+        value = value * factor if is_product else value / factor
     return value
 
 
-def _number(remaining: list[str]) -> Fraction:
-    unit = remaining.pop() if remaining else "the end"
+def _parse_number(stack: list[str]) -> Fraction:
+    unit = stack.pop() if stack else "the end"
     if unit == "(":
-        value = _sum(remaining)
-        if not remaining or remaining.pop() != ")":
+        value = _parse_sum(stack)
+        if not stack or stack.pop() != ")":
             raise FormulaError("a bracket that is not closed")
         return value
     if not unit.isdecimal():
@@ -78,17 +77,19 @@ def reach(numbers: tuple[int, ...], target: int, operators: str) -> Units | None
         numbers: sorted, so that hands of the same cards share an answer.
         operators: those that may be used, for example ``+-*/``.
     """
-    for tree in _trees(
+    for tree in _search_trees(
         tuple((float(number), str(number)) for number in numbers), target, operators
     ):
-        units = _written(tree)
+        units = _tree_units(tree)
         # the search uses floating-point numbers, which is much faster
         if evaluate(units) == target:
             return units
     return None
 
 
-def _trees(parts: tuple[tuple[float, Tree], ...], target: int, operators: str) -> Iterator[Tree]:
+def _search_trees(
+    parts: tuple[tuple[float, Tree], ...], target: int, operators: str
+) -> Iterator[Tree]:
     if len(parts) == 1:
         if abs(parts[0][0] - target) < 1e-9:
             yield parts[0][1]
@@ -97,28 +98,35 @@ def _trees(parts: tuple[tuple[float, Tree], ...], target: int, operators: str) -
         other_parts = tuple(
             part for place, part in enumerate(parts) if place not in (first, second)
         )
-        (first_value, left_tree), (two, right) = parts[first], parts[second]
+        left_value, left_tree = parts[first]
+        right_value, right_tree = parts[second]
         for operator in operators:
-            if (operator in "+*" and first > second) or (operator == "/" and abs(two) < 1e-9):
-                continue  # a commuted duplicate, or a division by zero
-            value = OPERATIONS[operator](first_value, two)
-            yield from _trees(
-                (*other_parts, (value, (left_tree, operator, right))), target, operators
+            if (operator in "+*" and first > second) or (
+                operator == "/" and abs(right_value) < 1e-9
+            ):
+                # a commuted duplicate, or a division by zero
+                continue
+            value = OPERATIONS[operator](left_value, right_value)
+            yield from _search_trees(
+                (*other_parts, (value, (left_tree, operator, right_tree))), target, operators
             )
 
 
-def _written(tree: Tree) -> Units:
-    """Return the units of a formula with the necessary brackets only, as the length of a formula is
-    limited.
-    """
+def _tree_units(tree: Tree) -> Units:
+    """Return the units of a formula, with necessary brackets only, as its length is limited."""
     if isinstance(tree, str):
         return (tree,)
-    left_tree, operator, right = tree
-    weak_left = not isinstance(left_tree, str) and left_tree[1] in "+-" and operator in "*/"
+    left_tree, operator, right_tree = tree
+    is_left_weak = not isinstance(left_tree, str) and left_tree[1] in "+-" and operator in "*/"
     loose_right = {"+": "", "-": "+-", "*": "+-", "/": "+-*/"}[operator]
-    weak_right = not isinstance(right, str) and right[1] in loose_right
-    return (*_bracketed(left_tree, weak_left), operator, *_bracketed(right, weak_right))
+    is_right_weak = not isinstance(right_tree, str) and right_tree[1] in loose_right
+    return (
+        *_bracket_units(left_tree, is_left_weak),
+        operator,
+        *_bracket_units(right_tree, is_right_weak),
+    )
 
 
-def _bracketed(tree: Tree, needed: bool) -> Units:
-    return ("(", *_written(tree), ")") if needed else _written(tree)
+def _bracket_units(tree: Tree, is_needed: bool) -> Units:
+    units = _tree_units(tree)
+    return ("(", *units, ")") if is_needed else units

@@ -47,25 +47,23 @@ class FrozenLakeArgs(Section):
 
 
 @lru_cache(maxsize=1024)
-def _lake(lake: lakes.Map, is_slippery: bool, success_rate: float) -> Any:
-    """Return gymnasium's environment for a map. Its transition table is never written, so copies
-    share it.
-    """
+def _make_lake(lake: lakes.Map, is_slippery: bool, success_rate: float) -> Any:
+    """Return gymnasium's environment for a map; copies share its constant transition table."""
     from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv
 
     return FrozenLakeEnv(desc=list(lake), is_slippery=is_slippery, success_rate=success_rate)
 
 
 @lru_cache(maxsize=8192)  # the episodes of a group see the same cells many times
-def _frame(lake: lakes.Map, cell: int) -> str:
+def _draw_map(lake: lakes.Map, cell: int) -> str:
     """Return the map with the player on it."""
     cells = "".join(lake)
     size = len(lake)
-    visible_cells = cells[:cell] + PLAYER[cells[cell]] + cells[cell + 1 :]
-    return "\n".join(visible_cells[start : start + size] for start in range(0, size * size, size))
+    drawing = cells[:cell] + PLAYER[cells[cell]] + cells[cell + 1 :]
+    return "\n".join(drawing[start : start + size] for start in range(0, size * size, size))
 
 
-def _surroundings(lake: lakes.Map, cell: int) -> str:
+def _describe_cell(lake: lakes.Map, cell: int) -> str:
     """Return row, column and the four neighbours of the player, for example ``1 0 #FHS``."""
     row, column = divmod(cell, len(lake))
     inside = range(len(lake))
@@ -75,13 +73,13 @@ def _surroundings(lake: lakes.Map, cell: int) -> str:
 
 
 @lru_cache(maxsize=8192)
-def _seen(
+def _make_observation(
     lake: lakes.Map, cell: int, observe: Literal["map", "cell"], is_first: bool
 ) -> Observation:
-    frame = _frame(lake, cell)
+    frame = _draw_map(lake, cell)
     if observe == "map":
         return Observation(frame, anchor=frame)
-    around = _surroundings(lake, cell)
+    around = _describe_cell(lake, cell)
     return Observation(f"{frame}\n{around}" if is_first else around, anchor=frame)
 
 
@@ -107,9 +105,9 @@ class FrozenLake(Environment):
 
     @classmethod
     def num_tasks(cls, args: FrozenLakeArgs, split: Split) -> int | None:
-        return (
-            len(lakes.held_out_maps(args.size, args.hole_probability)) if split == "eval" else None
-        )
+        if split == "train":
+            return None
+        return len(lakes.held_out_maps(args.size, args.hole_probability))
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         size = self.args.size
@@ -119,9 +117,10 @@ class FrozenLake(Environment):
             self.map = maps[task_index % len(maps)]
         else:
             self.map = lakes.train_map(size, holes, seed, task_index)
-        self._lake = copy.copy(_lake(self.map, self.args.is_slippery, self.args.success_rate))
+        self._lake = copy.copy(_make_lake(self.map, self.args.is_slippery, self.args.success_rate))
         self._painter = None
-        self._cell = 0  # gymnasium's first state too: the only S
+        # gymnasium's first state too: the only S
+        self._cell = 0
         self._lake.lastaction = None
         if self.args.is_slippery:
             self._lake.reset(seed=seed)  # seeds the ice
@@ -132,36 +131,35 @@ class FrozenLake(Environment):
         letter = self.parse(text)
         self._turns += 1
         reward = -self.args.step_penalty
-        done = False
+        is_done = False
         if letter is None:
             self._invalid += 1
             reward -= self.args.format_penalty
         else:
-            self._cell, gained, done = self._move(lakes.LETTERS.index(letter))
+            self._cell, gained, is_done = self._move(lakes.LETTERS.index(letter))
             reward += float(gained)
-        success = bool(done and self._under_player() == "G")
-        return StepResult(self._observe(), reward, bool(done), letter is not None, success)
+        success = bool(is_done and self._under_player() == "G")
+        return StepResult(self._observe(), reward, bool(is_done), letter is not None, success)
 
     def _move(self, action: int) -> tuple[int, float, bool]:
-        """Return (cell, reward, done) from gymnasium's table; on firm ice without its sampling of
-        the only outcome.
-        """
+        """Return (cell, reward, done); on firm ice directly from gymnasium's table."""
         if self.args.is_slippery:
-            cell, gained, done, _, _ = self._lake.step(action)
-            return cell, gained, done
-        ((_, cell, gained, done),) = self._lake.P[self._cell][action]
+            cell, gained, is_done, _, _ = self._lake.step(action)
+            return cell, gained, is_done
+        ((_, cell, gained, is_done),) = self._lake.P[self._cell][action]
         self._lake.lastaction = action
-        return cell, gained, done
+        return cell, gained, is_done
 
     def parse(self, text: str) -> str | None:
         """Return the letter of the text's move, None if it is not a move."""
         return one_of(text, MOVES, self.args.answer_tag)
 
     def text_frame(self) -> str:
-        return _frame(self.map, self._cell)
+        return _draw_map(self.map, self._cell)
 
     def render_frame(self) -> Frame:
         if self._painter is None:
+            # pygame needs no screen, and its greeting belongs into no log
             os.environ.setdefault("SDL_VIDEODRIVER", "dummy")
             os.environ.setdefault("PYGAME_HIDE_SUPPORT_PROMPT", "1")
             self._painter = copy.copy(self._lake)
@@ -178,7 +176,7 @@ class FrozenLake(Environment):
         return lakes.LETTERS[int(rng.integers(len(lakes.LETTERS)))]
 
     def _observe(self) -> Observation:
-        return _seen(self.map, self._cell, self.args.observe, self._turns == 0)
+        return _make_observation(self.map, self._cell, self.args.observe, self._turns == 0)
 
     def _under_player(self) -> str:
         row, column = divmod(self._cell, self.args.size)

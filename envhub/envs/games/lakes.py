@@ -37,13 +37,11 @@ def _hashes_to_held_out(cells: bytes) -> bool:
 
 @lru_cache(maxsize=4096)
 def distances(lake: Map) -> tuple[int, ...]:
-    """Return the fewest moves to the goal from each cell, row by row; -1 if there is no way
-    (including holes).
-    """
+    """Return the fewest moves to the goal from each cell, row by row; -1 if there is no way."""
     size = len(lake)
-    distance_of = [-1] * (size * size)
+    steps = [-1] * (size * size)
     goal = "".join(lake).index("G")
-    distance_of[goal] = 0
+    steps[goal] = 0
     frontier = deque([goal])
     while frontier:
         cell = frontier.popleft()
@@ -51,15 +49,10 @@ def distances(lake: Map) -> tuple[int, ...]:
         for down, right in MOVES:
             r = row + down
             c = column + right
-            if (
-                0 <= r < size
-                and 0 <= c < size
-                and lake[r][c] != "H"
-                and distance_of[r * size + c] < 0
-            ):
-                distance_of[r * size + c] = distance_of[cell] + 1
+            if 0 <= r < size and 0 <= c < size and lake[r][c] != "H" and steps[r * size + c] < 0:
+                steps[r * size + c] = steps[cell] + 1
                 frontier.append(r * size + c)
-    return tuple(distance_of)
+    return tuple(steps)
 
 
 def best_moves(lake: Map, cell: int) -> list[str]:
@@ -83,7 +76,7 @@ def train_map(size: int, hole_probability: float, seed: int, task_index: int) ->
     Raises:
         ConfigError: if solvable maps of this kind are too rare.
     """
-    return next(_draw(size, hole_probability, [seed, task_index, 0], held_out=False))
+    return next(_draw_maps(size, hole_probability, [seed, task_index, 0], held_out=False))
 
 
 @lru_cache(maxsize=16)
@@ -91,7 +84,7 @@ def held_out_maps(size: int, hole_probability: float) -> tuple[Map, ...]:
     """Return up to ``MAX_HELD_OUT`` different held-out maps, always the same."""
     maps: dict[Map, None] = {}
     try:
-        for lake in _draw(size, hole_probability, [0, 0, 1], held_out=True):
+        for lake in _draw_maps(size, hole_probability, [0, 0, 1], held_out=True):
             maps[lake] = None
             if len(maps) == MAX_HELD_OUT:
                 break
@@ -101,14 +94,17 @@ def held_out_maps(size: int, hole_probability: float) -> tuple[Map, ...]:
     return tuple(maps)
 
 
-def _draw(size: int, hole_probability: float, seed: list[int], *, held_out: bool) -> Iterator[Map]:
+def _draw_maps(
+    size: int, hole_probability: float, seed: list[int], *, held_out: bool
+) -> Iterator[Map]:
     """Yield solvable maps of one split, from ``MAX_DRAWS`` draws at most."""
     rng = np.random.default_rng(seed)
     for _ in range(MAX_DRAWS // DRAWS_AT_A_TIME):
         is_hole = rng.random((DRAWS_AT_A_TIME, size, size)) < hole_probability
-        letters = np.where(is_hole, ord("H"), ord("F")).astype(np.uint8)
-        letters[:, 0, 0], letters[:, -1, -1] = ord("S"), ord("G")
-        for cells in map(bytes, letters.reshape(DRAWS_AT_A_TIME, -1)):
+        cell_codes = np.where(is_hole, ord("H"), ord("F")).astype(np.uint8)
+        cell_codes[:, 0, 0] = ord("S")
+        cell_codes[:, -1, -1] = ord("G")
+        for cells in map(bytes, cell_codes.reshape(DRAWS_AT_A_TIME, -1)):
             if _hashes_to_held_out(cells) is held_out:
                 lake = tuple(
                     cells[start : start + size].decode() for start in range(0, size * size, size)

@@ -45,7 +45,7 @@ class NumberLine(Environment):
 
     @classmethod
     def num_tasks(cls, args: NumberLineArgs, split: Split) -> int | None:
-        return len(_tasks(args.max_position, split))
+        return len(_split_pairs(args.max_position, split))
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
@@ -53,8 +53,8 @@ class NumberLine(Environment):
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         """Start at the task's position; the seed has no effect."""
-        tasks = _tasks(self.args.max_position, split)
-        self._position, self._target = tasks[task_index % len(tasks)]
+        pairs = _split_pairs(self.args.max_position, split)
+        self._position, self._target = pairs[task_index % len(pairs)]
         self._turns = 0
         return self._observe()
 
@@ -62,20 +62,24 @@ class NumberLine(Environment):
         action = one_of(text, ACTIONS, self.args.answer_tag)
         self._turns += 1
         old_distance = abs(self._position - self._target)
-        if action is not None:
-            self._position = min(
-                max(self._position + (1 if action == "+" else -1), 0), self.args.max_position
-            )
-        new_distance = abs(self._position - self._target)
-        reward = 1.0 if new_distance == 0 else 0.0 if new_distance < old_distance else -1.0
-        cut = new_distance > 0 and self._turns >= 2 * self.args.max_position
+        if action == "+":
+            self._position = min(self._position + 1, self.args.max_position)
+        elif action == "-":
+            self._position = max(self._position - 1, 0)
+        distance = abs(self._position - self._target)
+        reward = -1.0
+        if distance == 0:
+            reward = 1.0
+        elif distance < old_distance:
+            reward = 0.0
+        is_cut = distance > 0 and self._turns >= 2 * self.args.max_position
         return StepResult(
             self._observe(),
             reward,
-            new_distance == 0 or cut,
+            distance == 0 or is_cut,
             action is not None,
-            new_distance == 0,
-            truncated=cut,
+            distance == 0,
+            truncated=is_cut,
         )
 
     def text_frame(self) -> str:
@@ -92,12 +96,10 @@ class NumberLine(Environment):
 
 
 @lru_cache(maxsize=16)
-def _tasks(max_position: int, split: Split) -> tuple[tuple[int, int], ...]:
-    """Return every pair of different start and target, in the order of a hash; a quarter is held
-    out.
-    """
+def _split_pairs(max_position: int, split: Split) -> tuple[tuple[int, int], ...]:
+    """Return every pair of start and target, in the order of a hash; a quarter is held out."""
     places = range(max_position + 1)
     pairs = [(start, target) for start in places for target in places if start != target]
     pairs.sort(key=lambda pair: hashlib.blake2b(f"{pair[0]}/{pair[1]}".encode()).digest())
-    held_out = max(len(pairs) // 4, 1)
-    return tuple(pairs[:held_out] if split == "eval" else pairs[held_out:])
+    num_held_out = max(len(pairs) // 4, 1)
+    return tuple(pairs[:num_held_out] if split == "eval" else pairs[num_held_out:])

@@ -24,7 +24,8 @@ from envhub.envs.text.answers import tagged
 RANKS: Final = ("", "A", "2", "3", "4", "5", "6", "7", "8", "9", "10", "J", "Q", "K")
 HELD_OUT_SHARE: Final = 4  # one hand in this many is held out
 NUM_EVAL: Final = 256
-BLANK: Final = " "  # the place of a unit that was refused
+# the place of a unit that was refused
+BLANK: Final = " "
 
 
 class PointsArgs(Section):
@@ -76,6 +77,7 @@ class EZPoints(Environment):
         rng = np.random.default_rng(
             [seed, task_index, 0] if split == "train" else [task_index % NUM_EVAL, 1]
         )
+        # until the hand belongs to the split
         while True:
             self._ranks = self._deal(rng)
             if _is_held_out(tuple(sorted(self._ranks))) is (split == "eval") and self._fair():
@@ -89,21 +91,19 @@ class EZPoints(Environment):
         if len(self._formula) > self.limit:
             return StepResult(self._observe(), -1.0, True, self._is_unit(unit), truncated=True)
         if unit == "=":
-            solved = self._solved()
-            return StepResult(self._observe(), 10.0 if solved else -1.0, True, True, solved)
-        allowed = self._is_unit(unit) and (not unit.isdecimal() or self._left(int(unit)))
-        self._formula.append(unit if allowed else BLANK)
-        if allowed and unit.isdecimal():
+            is_solved = self._solved()
+            return StepResult(self._observe(), 10.0 if is_solved else -1.0, True, True, is_solved)
+        is_allowed = self._is_unit(unit) and (not unit.isdecimal() or self._left(int(unit)))
+        self._formula.append(unit if is_allowed else BLANK)
+        if is_allowed and unit.isdecimal():
             self._used.append(int(unit))
-        return StepResult(self._observe(), 0.0 if allowed else -1.0, False, allowed)
+        return StepResult(self._observe(), 0.0 if is_allowed else -1.0, False, is_allowed)
 
     def text_frame(self) -> str:
         return self._observe().text
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """Return the next unit of a solution; ``=`` if there is none or the formula deviates from
-        it.
-        """
+        """Return the next unit of a solution; ``=`` if there is none or the formula deviates."""
         if rng.random() < noise:
             units: list[str] = [
                 *map(str, dict.fromkeys(self._numbers())),
@@ -113,17 +113,19 @@ class EZPoints(Environment):
             ]
             return units[int(rng.integers(len(units)))]
         plan: Units = self._plan() or ()
-        done = tuple(self._formula)
-        return plan[len(done)] if len(done) < len(plan) and plan[: len(done)] == done else "="
+        progress = tuple(self._formula)
+        if len(progress) < len(plan) and plan[: len(progress)] == progress:
+            return plan[len(progress)]
+        return "="
 
     def _deal(self, rng: np.random.Generator) -> tuple[int, ...]:
-        """Deal a card and one that makes 12 with it: by multiplication in half of the cases where
-        that is possible.
-        """
+        """Deal a card and one that makes 12 with it, by multiplication half of the time."""
         rank = int(rng.integers(2, 14))
         number = min(rank, 10)
-        second = 12 // number if 12 % number == 0 and rng.random() <= 0.5 else 12 - number
-        return (rank, second) if rng.random() <= 0.5 else (second, rank)
+        partner = 12 - number
+        if 12 % number == 0 and rng.random() <= 0.5:
+            partner = 12 // number
+        return (rank, partner) if rng.random() <= 0.5 else (partner, rank)
 
     def _fair(self) -> bool:
         return True
@@ -136,9 +138,9 @@ class EZPoints(Environment):
 
     def _is_unit(self, unit: str) -> bool:
         # not isdecimal, which accepts digits of other scripts and leading zeros
-        numbers = {str(number) for number in range(1, self._value(13) + 1)}
+        number_texts = {str(number) for number in range(1, self._value(13) + 1)}
         return (
-            unit in numbers
+            unit in number_texts
             or unit == "="
             or (len(unit) == 1 and unit in self.operators + self.brackets)
         )
@@ -160,7 +162,9 @@ class EZPoints(Environment):
     def _observe(self) -> Observation:
         cards = " ".join(RANKS[rank] for rank in self._ranks)
         numbers = " ".join(map(str, self._numbers()))
-        text = f"Cards: {cards}\nNumbers: {numbers}\nTarget: {self.target}\nFormula: {' '.join(self._formula)}".rstrip()
+        formula = " ".join(self._formula)
+        text = f"Cards: {cards}\nNumbers: {numbers}\nTarget: {self.target}\nFormula: {formula}"
+        text = text.rstrip()
         return Observation(text, anchor=text)
 
 
@@ -180,7 +184,9 @@ class Points24(EZPoints):
         return not self.args.solvable or self._plan() is not None
 
     def _value(self, rank: int) -> int:
-        return min(rank, 10) if self.args.faces_as_ten else rank
+        if self.args.faces_as_ten:
+            return min(rank, 10)
+        return rank
 
 
 @lru_cache(maxsize=65_536)

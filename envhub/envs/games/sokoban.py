@@ -1,5 +1,4 @@
-"""Sokoban: push every box onto a target, in generated solvable levels or levels from Boxoban's
-files.
+"""Sokoban: push every box onto a target, in generated levels or levels from Boxoban's files.
 
 The rules and the rewards are those of gym-sokoban (Schrader 2018,
 ``gym_sokoban/envs/sokoban_env.py``): -0.1 a turn, +1 if one more box stands on a target than
@@ -126,9 +125,10 @@ class Sokoban(Environment):
                 raise ConfigError(
                     key, getattr(args, key), "unset with path: levels from files are not generated"
                 )
-        levels.read_levels.cache_clear()  # the files may have changed since the last check
-        _split.cache_clear()
-        if not _split(args, "train"):
+        # the files may have changed since the last check
+        levels.read_levels.cache_clear()
+        _split_levels.cache_clear()
+        if not _split_levels(args, "train"):
             raise ConfigError(
                 "eval_share", args.eval_share, "a smaller share: it leaves no level for training"
             )
@@ -144,7 +144,9 @@ class Sokoban(Environment):
 
     @classmethod
     def num_tasks(cls, args: SokobanArgs, split: Split) -> int | None:
-        return None if args.path is None and split == "train" else len(_split(args, split))
+        if args.path is None and split == "train":
+            return None  # generated without end
+        return len(_split_levels(args, split))
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
@@ -156,8 +158,8 @@ class Sokoban(Environment):
                 *self.args.shape, self.args.pulls, self.args.max_solution, seed, task_index
             )
         else:
-            own_levels = _split(self.args, split)
-            self.level = own_levels[task_index % len(own_levels)]
+            split_levels = _split_levels(self.args, split)
+            self.level = split_levels[task_index % len(split_levels)]
         self._player = self.level.player
         self._boxes = self.level.boxes
         self._turns = self._effective = 0
@@ -173,16 +175,16 @@ class Sokoban(Environment):
             reward -= self.args.format_penalty
         else:
             self._go(letter)
-        new_count = self._on_target()
-        reward += self.args.box_reward * (new_count - old_count)
-        solved = new_count == self._boxes.bit_count()
-        reward += self.args.solved_reward * solved
+        count = self._on_target()
+        reward += self.args.box_reward * (count - old_count)
+        is_solved = count == self._boxes.bit_count()
+        reward += self.args.solved_reward * is_solved
         metrics = {
-            "boxes_on_target": new_count / self._boxes.bit_count(),
+            "boxes_on_target": count / self._boxes.bit_count(),
             "effective_moves": self._effective / self._turns,
         }
         return StepResult(
-            self._observe(), reward, solved, letter is not None, solved, metrics=metrics
+            self._observe(), reward, is_solved, letter is not None, is_solved, metrics=metrics
         )
 
     def text_frame(self) -> str:
@@ -192,12 +194,10 @@ class Sokoban(Environment):
 
     def render_frame(self) -> Frame:
         room = self.level.room
-        return _picture(bytes(kinds(room, self._player, self._boxes)), room.width).copy()
+        return _draw_picture(bytes(kinds(room, self._player, self._boxes)), room.width).copy()
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """Return a move of a shortest solution (a short one with many boxes), a random one if none
-        is found.
-        """
+        """Return a move of a shortest solution (a short one with many boxes), else a random one."""
         if rng.random() >= noise:
             if self._plan is None:
                 self._plan = solve(self.level.room, self._player, self._boxes) or ""
@@ -206,12 +206,15 @@ class Sokoban(Environment):
         return LETTERS[int(rng.integers(len(LETTERS)))]
 
     def _go(self, letter: str) -> None:
-        now = move(self.level.room, self._player, self._boxes, LETTERS.index(letter))
-        if now == (self._player, self._boxes):
+        state = move(self.level.room, self._player, self._boxes, LETTERS.index(letter))
+        if state == (self._player, self._boxes):
             return
-        self._player, self._boxes = now
+        self._player, self._boxes = state
         self._effective += 1
-        self._plan = self._plan[1:] if self._plan and self._plan[0] == letter else None
+        if self._plan and self._plan[0] == letter:
+            self._plan = self._plan[1:]
+        else:
+            self._plan = None
 
     def _on_target(self) -> int:
         return (self._boxes & self.level.room.targets).bit_count()
@@ -222,9 +225,8 @@ class Sokoban(Environment):
             return Observation(frame, anchor=frame)
         if self.args.observe == "ways":
             return Observation(self._ways(), anchor=frame)
-        return Observation(
-            self._cells() if self._turns else f"{frame}\n{self._cells()}", anchor=frame
-        )
+        cells = self._cells()
+        return Observation(cells if self._turns else f"{frame}\n{cells}", anchor=frame)
 
     def _cells(self) -> str:
         room = self.level.room
@@ -233,52 +235,54 @@ class Sokoban(Environment):
         return f"{self._name(self._player)} {self._around(self._player)} {boxes} {targets}"
 
     def _ways(self) -> str:
-        lines = [self._around(self._player)]
+        parts = [self._around(self._player)]
         width = self.level.room.width
         targets = cells_of(self.level.room.targets)
         for box in cells_of(self._boxes):
             _, nearest = min(
-                (sum(map(abs, _apart(box, target, width))), target) for target in targets
+                (sum(map(abs, _cell_offset(box, target, width))), target) for target in targets
             )
-            lines += [_way(self._player, box, width), self._around(box), _way(box, nearest, width)]
-        return " ".join(lines)
+            parts += [
+                _describe_way(self._player, box, width),
+                self._around(box),
+                _describe_way(box, nearest, width),
+            ]
+        return " ".join(parts)
 
     def _around(self, cell: int) -> str:
         """Return the characters of the four neighbours."""
-        cell_kinds = kinds(self.level.room, self._player, self._boxes)
-        return "".join(
-            self.args.characters[cell_kinds[cell + step]] for step in self.level.room.steps
-        )
+        cells = kinds(self.level.room, self._player, self._boxes)
+        return "".join(self.args.characters[cells[cell + step]] for step in self.level.room.steps)
 
     def _name(self, cell: int) -> str:
         row, column = divmod(cell, self.level.room.width)
         return DIGITS[row - 1] + DIGITS[column - 1]
 
 
-def _apart(start: int, end: int, width: int) -> tuple[int, int]:
+def _cell_offset(start: int, end: int, width: int) -> tuple[int, int]:
     """Return the rows down and columns right from one cell to another."""
     return end // width - start // width, end % width - start % width
 
 
-def _way(start: int, end: int, width: int) -> str:
-    down, right = _apart(start, end, width)
+def _describe_way(start: int, end: int, width: int) -> str:
+    down, right = _cell_offset(start, end, width)
     vertical = f"{'D' if down > 0 else 'U'}{abs(down)}" if down else ""
     horizontal = f"{'R' if right > 0 else 'L'}{abs(right)}" if right else ""
     return vertical + horizontal or "="
 
 
 @lru_cache(maxsize=32)
-def _split(args: SokobanArgs, split: Split) -> tuple[SokobanLevel, ...]:
+def _split_levels(args: SokobanArgs, split: Split) -> tuple[SokobanLevel, ...]:
     """Return the levels of a finite split; training leaves out the levels of evaluation."""
     if args.path is None:
         return levels.held_out_levels(*args.shape, args.pulls, args.max_solution)
     own = [level for file in levels.level_files(args.path) for level in levels.read_levels(file)]
     if args.eval_path is None:
-        held_out = max(round(len(own) * args.eval_share), 1)
-        other_levels = own[len(own) - held_out :]
+        num_held_out = max(round(len(own) * args.eval_share), 1)
+        eval_levels = own[len(own) - num_held_out :]
     else:
         try:
-            other_levels = [
+            eval_levels = [
                 level
                 for file in levels.level_files(args.eval_path)
                 for level in levels.read_levels(file)
@@ -286,14 +290,14 @@ def _split(args: SokobanArgs, split: Split) -> tuple[SokobanLevel, ...]:
         except ConfigError as error:
             raise ConfigError("eval_path", error.value, error.allowed) from None
     if split == "eval":
-        return tuple(other_levels)
+        return tuple(eval_levels)
     # one file for both: it is only evaluated
-    known_levels = set() if args.path == args.eval_path else set(other_levels)
-    return tuple(level for level in own if level not in known_levels)
+    excluded = set() if args.path == args.eval_path else set(eval_levels)
+    return tuple(level for level in own if level not in excluded)
 
 
 @lru_cache(maxsize=256)
-def _picture(cells: bytes, width: int) -> Frame:
+def _draw_picture(cells: bytes, width: int) -> Frame:
     """Draw targets as dots, boxes as squares (green on a target), the player as a disc.
 
     Args:

@@ -1,5 +1,4 @@
-"""Represents a Sokoban level as sets of cells, each an integer with a bit per cell, and applies
-moves.
+"""Represents Sokoban levels as sets of cells, integers with a bit per cell, and applies moves.
 
 Cells are numbered row by row. The outermost ring of a board is wall, so no move leaves it or wraps
 around a row.
@@ -42,25 +41,21 @@ class SokobanLevel:
 
 
 def move(room: SokobanRoom, player: int, boxes: int, direction: int) -> tuple[int, int]:
-    """Return (player, boxes) after a step or push in the direction ``LETTERS[direction]``,
-    unchanged if impossible.
-    """
+    """Return (player, boxes) after a move towards ``LETTERS[direction]``, the same if it fails."""
     step = room.steps[direction]
-    target = player + step
-    if not room.floor >> target & 1:
+    next_cell = player + step
+    if not room.floor >> next_cell & 1:
         return player, boxes
-    if boxes >> target & 1:
-        beyond = target + step
-        if not room.floor >> beyond & 1 or boxes >> beyond & 1:
+    if boxes >> next_cell & 1:
+        box_cell = next_cell + step
+        if not room.floor >> box_cell & 1 or boxes >> box_cell & 1:
             return player, boxes
-        boxes ^= 1 << target | 1 << beyond
-    return target, boxes
+        boxes ^= 1 << next_cell | 1 << box_cell
+    return next_cell, boxes
 
 
 def spread(room: SokobanRoom, free: int, start: int) -> list[int]:
-    """Return the cells reachable over ``free`` ones: those 0 steps away from cell ``start``, those
-    1 step away, …
-    """
+    """Return the cells reachable over ``free`` ones, by their number of steps from ``start``."""
     frontier = reached = 1 << start
     layers = []
     while frontier:
@@ -81,36 +76,34 @@ def reachable(room: SokobanRoom, boxes: int, player: int) -> int:
 
 def cells_of(bits: int) -> list[int]:
     """Return the numbers of a set's cells, ascending."""
-    cells = []
+    numbers = []
     while bits:
         low = bits & -bits
-        cells.append(low.bit_length() - 1)
+        numbers.append(low.bit_length() - 1)
         bits ^= low
-    return cells
+    return numbers
 
 
 @lru_cache(maxsize=4096)
 def push_distances(room: SokobanRoom) -> dict[int, int]:
-    """Return the fewest pushes from a cell to the nearest target for a lone box; on an absent cell
-    it is lost.
-    """
-    distance_of = dict.fromkeys(cells_of(room.targets), 0)
-    frontier = list(distance_of)
+    """Return the fewest pushes from each cell to a target; on an absent cell a box is lost."""
+    pushes = dict.fromkeys(cells_of(room.targets), 0)
+    frontier = list(pushes)
     while frontier:
         following = []
         for cell in frontier:
             for step in room.steps:
-                previous = cell - step
+                box_cell = cell - step
                 player = cell - 2 * step
                 if (
-                    room.floor >> previous & 1
+                    room.floor >> box_cell & 1
                     and room.floor >> player & 1
-                    and previous not in distance_of
+                    and box_cell not in pushes
                 ):
-                    distance_of[previous] = distance_of[cell] + 1
-                    following.append(previous)
+                    pushes[box_cell] = pushes[cell] + 1
+                    following.append(box_cell)
         frontier = following
-    return distance_of
+    return pushes
 
 
 @lru_cache(maxsize=16384)  # the episodes of a group see the same states many times
@@ -123,7 +116,7 @@ def draw(room: SokobanRoom, player: int, boxes: int, characters: str, border: bo
         border: with the outermost ring, which is all wall.
     """
     cells = [characters[kind] for kind in kinds(room, player, boxes)]
-    edge = 0 if border else 1
+    edge = int(not border)
     rows = range(edge, room.height - edge)
     return "\n".join(
         "".join(cells[row * room.width + edge : (row + 1) * room.width - edge]) for row in rows
@@ -132,15 +125,15 @@ def draw(room: SokobanRoom, player: int, boxes: int, characters: str, border: bo
 
 def kinds(room: SokobanRoom, player: int, boxes: int) -> list[int]:
     """Return what is on each cell, as gym-sokoban's numbers."""
-    cell_kinds = []
+    numbers = []
     for cell in range(room.width * room.height):
-        target = room.targets >> cell & 1
+        is_target = room.targets >> cell & 1
         if not room.floor >> cell & 1:
-            cell_kinds.append(WALL)
+            numbers.append(WALL)
         elif boxes >> cell & 1:
-            cell_kinds.append(BOX_ON_TARGET if target else BOX)
+            numbers.append(BOX_ON_TARGET if is_target else BOX)
         elif cell == player:
-            cell_kinds.append(PLAYER_ON_TARGET if target else PLAYER)
+            numbers.append(PLAYER_ON_TARGET if is_target else PLAYER)
         else:
-            cell_kinds.append(TARGET if target else FLOOR)
-    return cell_kinds
+            numbers.append(TARGET if is_target else FLOOR)
+    return numbers

@@ -1,5 +1,4 @@
-"""Generates solvable Sokoban levels by playing backwards from the solution, or reads them from
-files.
+"""Generates solvable Sokoban levels by playing backwards, or reads levels from files.
 
 A hash of its room, walls and targets, assigns a generated level to training or to evaluation, so no
 seed can leak a held-out room into training. Playing backwards follows Racanière et al. 2017
@@ -59,7 +58,9 @@ def train_level(
     Raises:
         ConfigError: if levels of this kind are too rare.
     """
-    return next(_draw(size, boxes, pulls, max_solution, [seed, task_index, 0], held_out=False))
+    return next(
+        _draw_levels(size, boxes, pulls, max_solution, [seed, task_index, 0], held_out=False)
+    )
 
 
 @lru_cache(maxsize=16)
@@ -69,7 +70,7 @@ def held_out_levels(
     """Return up to ``MAX_HELD_OUT`` different held-out levels, always the same."""
     levels: dict[SokobanLevel, None] = {}
     try:
-        for level in _draw(size, boxes, pulls, max_solution, [0, 0, 1], held_out=True):
+        for level in _draw_levels(size, boxes, pulls, max_solution, [0, 0, 1], held_out=True):
             levels[level] = None
             if len(levels) == MAX_HELD_OUT:
                 break
@@ -79,12 +80,12 @@ def held_out_levels(
     return tuple(levels)
 
 
-def _draw(
+def _draw_levels(
     size: int, boxes: int, pulls: int, max_solution: int | None, seed: list[int], *, held_out: bool
 ) -> Iterator[SokobanLevel]:
     rng = np.random.default_rng(seed)
     for _ in range(MAX_DRAWS):
-        room = _room(size, boxes, rng)
+        room = _draw_room(size, boxes, rng)
         if room is None or is_held_out(room) is not held_out:
             continue
         level = _play_backwards(room, pulls, rng)
@@ -100,16 +101,14 @@ def _draw(
     )
 
 
-def _room(size: int, boxes: int, rng: np.random.Generator) -> SokobanRoom | None:
-    """Return the connected part of random walls around a random cell, with random targets; None if
-    too small.
-    """
+def _draw_room(size: int, boxes: int, rng: np.random.Generator) -> SokobanRoom | None:
+    """Return a connected room with random walls and targets, None if it is too small."""
     inside = (rng.random((size - 2) ** 2) >= WALL_SHARE).nonzero()[0].tolist()
     cells = [(number // (size - 2) + 1) * size + number % (size - 2) + 1 for number in inside]
     if not cells:
         return None
-    whole_room = SokobanRoom(size, size, sum(1 << cell for cell in cells), 0)
-    floor = reachable(whole_room, 0, cells[int(rng.integers(len(cells)))])
+    open_room = SokobanRoom(size, size, sum(1 << cell for cell in cells), 0)
+    floor = reachable(open_room, 0, cells[int(rng.integers(len(cells)))])
     if floor.bit_count() < (size - 2) ** 2 // 2 or floor.bit_count() < 2 * boxes + 1:
         return None
     targets = rng.choice(cells_of(floor), size=boxes, replace=False)
@@ -117,11 +116,9 @@ def _room(size: int, boxes: int, rng: np.random.Generator) -> SokobanRoom | None
 
 
 def _play_backwards(room: SokobanRoom, pulls: int, rng: np.random.Generator) -> SokobanLevel | None:
-    """Pull boxes off their targets at random. Return the position farthest from solved without a
-    box on a target.
-    """
+    """Pull boxes off their targets at random; return the farthest position with none on one."""
     boxes = room.targets
-    far = push_distances(room)
+    distances = push_distances(room)
     cells = cells_of(room.floor & ~boxes)
     player = cells[int(rng.integers(len(cells)))]
     best = None
@@ -139,13 +136,16 @@ def _play_backwards(room: SokobanRoom, pulls: int, rng: np.random.Generator) -> 
         box, step = possible[int(choice * len(possible))]
         boxes ^= 1 << box | 1 << box + step
         player = box + 2 * step
-        distance = 0 if boxes & room.targets else sum(far[cell] for cell in cells_of(boxes))
+        if boxes & room.targets:
+            continue
+        distance = sum(distances[cell] for cell in cells_of(boxes))
         if distance > farthest:
             best = (player, boxes)
             farthest = distance
     if best is None:
         return None
-    cells = cells_of(reachable(room, best[1], best[0]))  # any cell that it can walk to is as good
+    # any cell that it can walk to is as good
+    cells = cells_of(reachable(room, best[1], best[0]))
     return SokobanLevel(room, best[1], cells[int(rng.integers(len(cells)))])
 
 
@@ -180,14 +180,14 @@ def read_levels(path: str) -> tuple[SokobanLevel, ...]:
     for number, line in enumerate([*lines, ";"]):
         if line.startswith(";") or not line.strip():
             if number > begin:
-                levels.append(_parse(path, begin + 1, lines[begin:number]))
+                levels.append(_parse_level(path, begin + 1, lines[begin:number]))
             begin = number + 1
     if not levels:
         raise ConfigError("path", path, "the file holds no levels")
     return tuple(levels)
 
 
-def _parse(path: str, first: int, rows: list[str]) -> SokobanLevel:
+def _parse_level(path: str, first: int, rows: list[str]) -> SokobanLevel:
     """Return one level; ``first`` is the line of its first row."""
     width = len(rows[0])
     text = "".join(rows)
@@ -207,7 +207,7 @@ def _parse(path: str, first: int, rows: list[str]) -> SokobanLevel:
         ):
             raise DataError(path, number, "the outermost cells of a level are walls, #")
     players = text.count("@") + text.count("+")
-    boxes, targets = (_bits(text, characters) for characters in ("$*", ".+*"))
+    boxes, targets = (_cell_bits(text, characters) for characters in ("$*", ".+*"))
     if players != 1:
         raise DataError(path, first, f"a level with {players} players (@ or +) instead of one")
     count = boxes.bit_count()
@@ -218,9 +218,9 @@ def _parse(path: str, first: int, rows: list[str]) -> SokobanLevel:
         )
     if boxes == targets:
         raise DataError(path, first, "a level that is solved already")
-    room = SokobanRoom(width, len(rows), _bits(text, XSB[1:]), targets)
+    room = SokobanRoom(width, len(rows), _cell_bits(text, XSB[1:]), targets)
     return SokobanLevel(room, boxes, max(text.find("@"), text.find("+")))
 
 
-def _bits(text: str, characters: str) -> int:
+def _cell_bits(text: str, characters: str) -> int:
     return sum(1 << cell for cell, character in enumerate(text) if character in characters)

@@ -23,15 +23,13 @@ Push = tuple[State, int, int]  # (state before, cell of the box, direction)
 
 @lru_cache(maxsize=16384)
 def solve(room: SokobanRoom, player: int, boxes: int, max_states: int = MAX_STATES) -> str | None:
-    """Return the letters that solve the state, None if no solution is found in ``max_states``
-    states.
-    """
+    """Return the letters that solve the state; None: no solution within ``max_states`` states."""
     weight = 1 if boxes.bit_count() <= EXACT_BOXES else WEIGHT
     start = (player, boxes)
-    if (remaining := _estimate(room, boxes)) is None:
+    if (remaining := _estimate_pushes(room, boxes)) is None:
         return None
     cost = {start: 0}
-    came = dict[State, Push]()
+    last_pushes = dict[State, Push]()
     queue = [(weight * remaining, 0, start)]
     closed: set[State] = set()
     while queue and len(closed) < max_states:
@@ -39,35 +37,36 @@ def solve(room: SokobanRoom, player: int, boxes: int, max_states: int = MAX_STAT
         if state in closed:
             continue
         if state[1] == state[1] & room.targets:
-            return _moves(room, start, state, came)
+            return _trace_moves(room, start, state, last_pushes)
         closed.add(state)
-        for box, direction, walked in _pushes(room, *state):
+        for box, direction, walked in _possible_pushes(room, *state):
             step = room.steps[direction]
             following = (box, state[1] ^ (1 << box | 1 << box + step))
             total = cost[state] + walked + 1
-            if total < cost.get(following, total + 1) and not _blocked(
+            if total < cost.get(following, total + 1) and not _is_blocked(
                 room, following[1], box + step
             ):
-                ahead = _estimate(room, following[1])
+                ahead = _estimate_pushes(room, following[1])
                 if ahead is not None:
                     cost[following] = total
-                    came[following] = (state, box, direction)
+                    last_pushes[following] = (state, box, direction)
+                    # of equal estimates the deeper state comes first
                     heapq.heappush(queue, (total + weight * ahead, -total, following))
     return None
 
 
-def _estimate(room: SokobanRoom, boxes: int) -> int | None:
+def _estimate_pushes(room: SokobanRoom, boxes: int) -> int | None:
     """Return the fewest pushes that are needed, None if a box is lost."""
-    far = push_distances(room)
+    distances = push_distances(room)
     total = 0
     for cell in cells_of(boxes):
-        if cell not in far:
+        if cell not in distances:
             return None
-        total += far[cell]
+        total += distances[cell]
     return total
 
 
-def _pushes(room: SokobanRoom, player: int, boxes: int) -> list[tuple[int, int, int]]:
+def _possible_pushes(room: SokobanRoom, player: int, boxes: int) -> list[tuple[int, int, int]]:
     """Return (cell of the box, direction, steps to walk before it) of every possible push."""
     free = room.floor & ~boxes
     layers = spread(room, free, player)
@@ -82,10 +81,8 @@ def _pushes(room: SokobanRoom, player: int, boxes: int) -> list[tuple[int, int, 
     return pushes
 
 
-def _blocked(room: SokobanRoom, boxes: int, box: int) -> bool:
-    """Return whether the box just pushed is in a block of four boxes and walls that holds a box off
-    a target.
-    """
+def _is_blocked(room: SokobanRoom, boxes: int, box: int) -> bool:
+    """Return whether the pushed box is in a block of four that holds a box off its target."""
     for aside in (-1, 1):
         for away in (-room.width, room.width):
             block = 1 << box | 1 << box + aside | 1 << box + away | 1 << box + aside + away
@@ -94,18 +91,20 @@ def _blocked(room: SokobanRoom, boxes: int, box: int) -> bool:
     return False
 
 
-def _moves(room: SokobanRoom, start: State, end: State, came: dict[State, Push]) -> str:
+def _trace_moves(
+    room: SokobanRoom, start: State, end: State, last_pushes: dict[State, Push]
+) -> str:
     """Return the letters from one state to another, including walks."""
     parts = []
     while end != start:
-        previous, box, direction = came[end]
+        previous, box, direction = last_pushes[end]
         stand = box - room.steps[direction]
-        parts.append(_walk(room, previous, stand) + LETTERS[direction])
+        parts.append(_walk_letters(room, previous, stand) + LETTERS[direction])
         end = previous
     return "".join(reversed(parts))
 
 
-def _walk(room: SokobanRoom, state: State, goal: int) -> str:
+def _walk_letters(room: SokobanRoom, state: State, goal: int) -> str:
     """Return a shortest walk to a cell, always the same of several."""
     letters = ""
     # backwards, so that every step is towards the goal

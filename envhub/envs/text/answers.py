@@ -20,17 +20,13 @@ MOVES: Final = {
 
 
 def tagged(text: str, answer_tag: bool) -> str:
-    """Return the text, or with ``answer_tag`` the content of its last ``<answer>…</answer>``,
-    stripped of blanks.
-    """
+    """Return the text, or its last ``<answer>…</answer>`` with ``answer_tag``, without blanks."""
     if answer_tag:
-        matches = _ANSWER.findall(text)
-        text = matches[-1] if matches else ""
+        answers = _ANSWER.findall(text) or [""]
+        text = answers[-1]
     return text.strip()
 
 
 def one_of(text: str, actions: Mapping[str, str], answer_tag: bool) -> str | None:
-    """Return the action that the text names, if any; ``actions`` holds actions by their names in
-    capitals.
-    """
+    """Return the action that the text names, if any; ``actions`` has their names in capitals."""
     return actions.get(tagged(text, answer_tag).upper())

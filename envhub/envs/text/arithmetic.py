@@ -22,7 +22,7 @@ NUMBER: Final = re.compile(r"(?<![\w.])(-?)(\d{1,3}(?:,\d{3})+|\d+)(?!\w|[.,]\d)
 
 
 def last_number(text: str) -> str | None:
-    """Return the last whole number of a text without commas and leading zeros; None if it has none."""
+    """Return the last whole number of a text, without commas and leading zeros, if any."""
     numbers = NUMBER.findall(text)
     if not numbers:
         return None

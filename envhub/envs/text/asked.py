@@ -1,4 +1,4 @@
-"""The base class of environments that answer a question of ``qa`` over several turns with a tool."""
+"""The base class of environments that answer a question over several turns with a tool."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ class QuestionEnvironment(Environment):
 
     def __init__(self, args: Any) -> None:
         super().__init__(args)
-        self._questions = QuestionAnswer(_questions(args))
+        self._questions = QuestionAnswer(_question_args(args))
         self._shown = ""
         self._begin()
 
     @classmethod
     def check(cls, args: Any) -> None:
-        QuestionAnswer.check(_questions(args))
+        QuestionAnswer.check(_question_args(args))
 
     @classmethod
     def data_files(cls, args: Any) -> list[str]:
-        return QuestionAnswer.data_files(_questions(args))
+        return QuestionAnswer.data_files(_question_args(args))
 
     @classmethod
     def references(cls, args: Any) -> list[tuple[str, str]]:
-        return QuestionAnswer.references(_questions(args))
+        return QuestionAnswer.references(_question_args(args))
 
     @classmethod
     def num_tasks(cls, args: Any, split: Split) -> int | None:
-        return QuestionAnswer.num_tasks(_questions(args), split)
+        return QuestionAnswer.num_tasks(_question_args(args), split)
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         """Show the question; the seed has no effect, see ``qa``."""
-        observation = self._questions.reset(task_index, split, seed)
+        question = self._questions.reset(task_index, split, seed)
         self.prompt = self._questions.prompt
         self.reference = self._questions.reference
         self._begin()
-        return self._show(observation.text)
+        return self._show(question.text)
 
     def text_frame(self) -> str:
         return self._shown
@@ -57,5 +57,5 @@ class QuestionEnvironment(Environment):
 
 
 @lru_cache(maxsize=8)
-def _questions(args: QuestionAnswerArgs) -> QuestionAnswerArgs:
+def _question_args(args: QuestionAnswerArgs) -> QuestionAnswerArgs:
     return QuestionAnswerArgs(**args.model_dump(include=set(QuestionAnswerArgs.model_fields)))

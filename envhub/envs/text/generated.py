@@ -1,5 +1,4 @@
-"""The base class of environments whose tasks are generated: one question, one answer, checked by a
-rule.
+"""The base class of environments with generated questions, whose answers a rule checks.
 
 A hash of the task decides whether it is held out, so no seed can leak a held-out task into
 training.
@@ -73,7 +72,9 @@ class GeneratedEnvironment(Environment):
 
     @classmethod
     def num_tasks(cls, args: Any, split: Split) -> int | None:
-        return len(_held_out_tasks(cls.draw, args)) if split == "eval" else None
+        if split == "train":
+            return None
+        return len(_held_out_tasks(cls.draw, args))
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         """Ask the question; held-out tasks are the same for every seed."""
@@ -94,7 +95,9 @@ class GeneratedEnvironment(Environment):
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
         """Return a right answer; with probability ``noise`` another task's."""
-        return self.draw(self.args, rng).reference if rng.random() < noise else self.task.reference
+        if rng.random() < noise:
+            return self.draw(self.args, rng).reference
+        return self.task.reference
 
 
 def is_held_out(identity: str) -> bool:
@@ -104,7 +107,7 @@ def is_held_out(identity: str) -> bool:
 
 @lru_cache(maxsize=4096)  # the episodes of a group have the same task
 def _training_task(draw: Draw, args: Any, seed: int, task_index: int) -> GeneratedTask:
-    for task in _draws(draw, args, [seed, task_index, 0]):
+    for task in _draw_tasks(draw, args, [seed, task_index, 0]):
         if not is_held_out(task.identity):
             return task
     raise ConfigError(
@@ -118,7 +121,7 @@ def _training_task(draw: Draw, args: Any, seed: int, task_index: int) -> Generat
 def _held_out_tasks(draw: Draw, args: Any) -> tuple[GeneratedTask, ...]:
     """Return up to ``MAX_HELD_OUT`` held-out tasks that all differ."""
     tasks: dict[str, GeneratedTask] = {}
-    for task in _draws(draw, args, [0, 0, 1]):
+    for task in _draw_tasks(draw, args, [0, 0, 1]):
         if is_held_out(task.identity):
             tasks.setdefault(task.identity, task)
             if len(tasks) == MAX_HELD_OUT:
@@ -126,7 +129,7 @@ def _held_out_tasks(draw: Draw, args: Any) -> tuple[GeneratedTask, ...]:
     return tuple(tasks.values())
 
 
-def _draws(draw: Draw, args: Any, seed: list[int]) -> Iterator[GeneratedTask]:
+def _draw_tasks(draw: Draw, args: Any, seed: list[int]) -> Iterator[GeneratedTask]:
     rng = np.random.default_rng(seed)
     for _ in range(MAX_DRAWS):
         yield draw(args, rng)

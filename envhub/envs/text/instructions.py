@@ -19,15 +19,18 @@ from broker.settings.config import Section
 from envhub.envs.text.generated import GeneratedEnvironment, GeneratedTask
 
 TOPICS: Final = (
-    "apple", "autumn", "bakery", "beach", "bicycle", "bird", "bread", "bridge", "camera", "castle", "cat", "city",
-    "cloud", "coffee", "desert", "doctor", "dog", "dream", "farm", "fire", "fish", "flower", "forest", "friend",
-    "garden", "guitar", "harbor", "history", "holiday", "horse", "house", "island", "kitchen", "lake", "language",
-    "library", "market", "memory", "moon", "morning", "mountain", "music", "night", "ocean", "painting", "park",
-    "piano", "planet", "rain", "river", "road", "school", "science", "ship", "snow", "spring", "star", "storm",
-    "summer", "sun", "teacher", "theater", "train", "tree", "village", "water", "weather", "wind", "window", "winter",
+    "apple", "autumn", "bakery", "beach", "bicycle", "bird", "bread", "bridge", "camera", "castle",
+    "cat", "city", "cloud", "coffee", "desert", "doctor", "dog", "dream", "farm", "fire", "fish",
+    "flower", "forest", "friend", "garden", "guitar", "harbor", "history", "holiday", "horse",
+    "house", "island", "kitchen", "lake", "language", "library", "market", "memory", "moon",
+    "morning", "mountain", "music", "night", "ocean", "painting", "park", "piano", "planet", "rain",
+    "river", "road", "school", "science", "ship", "snow", "spring", "star", "storm", "summer",
+    "sun", "teacher", "theater", "train", "tree", "village", "water", "weather", "wind", "window",
+    "winter",
 )  # fmt: skip
 SENTENCE_END: Final = re.compile(r"[.!?](?=\s|$)")
-MIN_WORDS: Final = 3  # of a reply whose form sets no number: a word alone shows no form
+# of a reply whose form sets no number: a word alone shows no form
+MIN_WORDS: Final = 3
 
 
 class InstructionsArgs(Section):
@@ -37,9 +40,7 @@ class InstructionsArgs(Section):
 
 
 class InstructionTask(GeneratedTask, frozen=True):
-    """An instruction about a topic; ``form`` is its key in ``FORMS``, ``number`` what the form
-    counts.
-    """
+    """An instruction about a topic; ``form`` is a key of ``FORMS``, ``number`` what it counts."""
 
     topic: str
     form: str
@@ -70,17 +71,13 @@ class Form:
 
 
 def has_list(reply: str, number: int, mark: str) -> bool:
-    """Return whether a reply is a list of so many lines and nothing else; ``mark`` is a regular
-    expression.
-    """
+    """Return whether a reply is a list of ``number`` lines that start with the pattern ``mark``."""
     lines = [line.strip() for line in reply.splitlines() if line.strip()]
     return len(lines) == number and all(re.fullmatch(rf"{mark} +\S.*", line) for line in lines)
 
 
 def is_json_object(reply: str) -> bool:
-    """Return whether a reply is a JSON object with a text for each of ``topic`` and ``sentence``,
-    and no other key.
-    """
+    """Return whether a reply is a JSON object with texts for exactly ``topic`` and ``sentence``."""
     try:
         parsed = json.loads(reply)
     except (ValueError, RecursionError):
@@ -105,7 +102,8 @@ FORMS: Final[dict[str, Form]] = {
         (2, 3, 4),
     ),
     "numbers": Form(
-        'Answer with a numbered list of exactly {number} lines, which start with "1. ", "2. " and so on.',
+        "Answer with a numbered list of exactly {number} lines, "
+        'which start with "1. ", "2. " and so on.',
         lambda reply, number, word: (
             has_list(reply, number, r"\d\.")
             and [int(digit) for digit in re.findall(r"^\s*(\d)\.", reply, re.MULTILINE)]
@@ -167,7 +165,12 @@ class Instructions(GeneratedEnvironment):
         demand = form.demand.format(number=number)
         question = f'Write about this topic: {topic}. Use the word "{topic}". {demand}'
         return InstructionTask(
-            question, form.example(number, topic), f"{name} {number} {topic}", topic, name, number
+            question,
+            reference=form.example(number, topic),
+            identity=f"{name} {number} {topic}",
+            topic=topic,
+            form=name,
+            number=number,
         )
 
     @classmethod

@@ -55,15 +55,16 @@ class QuestionAnswer(Environment):
     def check(cls, args: QuestionAnswerArgs) -> None:
         if SLOT not in args.template:
             raise ConfigError("template", args.template, f"a text with {SLOT} in it")
-        read_rows.cache_clear()  # the files may have changed since the last check
-        _rows.cache_clear()
-        if not _rows(args, "train"):
+        # the files may have changed since the last check
+        read_rows.cache_clear()
+        _split_rows.cache_clear()
+        if not _split_rows(args, "train"):
             raise ConfigError(
                 "eval_share", args.eval_share, "a smaller share: it leaves no row for training"
             )
         if args.eval_path is not None:
             try:
-                _rows(args, "eval")
+                _split_rows(args, "eval")
             except ConfigError as error:
                 key = "eval_path" if error.key == "path" else error.key
                 raise ConfigError(key, error.value, error.allowed) from None
@@ -85,7 +86,7 @@ class QuestionAnswer(Environment):
 
     @classmethod
     def num_tasks(cls, args: QuestionAnswerArgs, split: Split) -> int | None:
-        return len(_rows(args, split))
+        return len(_split_rows(args, split))
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
@@ -95,17 +96,12 @@ class QuestionAnswer(Environment):
         return {"path": str(file), "eval_share": 0.2}
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        """Show the question; the seed has no effect, as ``shuffle_seed`` orders the rows of an
-        epoch.
-        """
-        rows = _rows(self.args, split)
+        """Show the question; not the seed but ``shuffle_seed`` orders the rows of an epoch."""
+        rows = _split_rows(self.args, split)
         epoch, position = divmod(task_index, len(rows))
-        index = (
-            int(_order(len(rows), self.args.shuffle_seed, epoch)[position])
-            if split == "train"
-            else position
-        )
-        self.prompt, self.reference = rows[index]
+        if split == "train":
+            position = int(_epoch_order(len(rows), self.args.shuffle_seed, epoch)[position])
+        self.prompt, self.reference = rows[position]
         return Observation(self.args.template.replace(SLOT, self.prompt))
 
     def step(self, text: str) -> StepResult:
@@ -115,21 +111,22 @@ class QuestionAnswer(Environment):
         """Return the reference answer; with probability ``noise`` that of another question."""
         if rng.random() >= noise:
             return self.reference
-        rows = _rows(self.args, "train")
+        rows = _split_rows(self.args, "train")
         return rows[int(rng.integers(len(rows)))][1]
 
 
 @lru_cache(maxsize=32)
-def _rows(args: QuestionAnswerArgs, split: Split) -> tuple[Row, ...]:
+def _split_rows(args: QuestionAnswerArgs, split: Split) -> tuple[Row, ...]:
     if split == "eval" and args.eval_path is not None:
         return read_rows(args.eval_path, args.question, args.answer, args.answer_after)
     rows = read_rows(args.path, args.question, args.answer, args.answer_after)
     if args.eval_path is not None:
         return rows
-    held_out = max(round(len(rows) * args.eval_share), 1 if args.eval_share > 0 else 0)
-    return rows[len(rows) - held_out :] if split == "eval" else rows[: len(rows) - held_out]
+    num_held_out = max(round(len(rows) * args.eval_share), int(args.eval_share > 0))
+    num_training = len(rows) - num_held_out
+    return rows[num_training:] if split == "eval" else rows[:num_training]
 
 
 @lru_cache(maxsize=4)
-def _order(num_rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+def _epoch_order(num_rows: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(num_rows)

@@ -15,6 +15,7 @@ Row = tuple[str, str]  # question, answer
 JSONL: Final = (".jsonl", ".ndjson", ".json")
 
 
+# a hub has hundreds of environments with the same file
 @lru_cache(maxsize=8)
 def read_rows(path: str, question: str, answer: str, answer_after: str) -> tuple[Row, ...]:
     """Return every row of the file, in order; hundreds of environments share one copy.
@@ -37,15 +38,15 @@ def read_rows(path: str, question: str, answer: str, answer_after: str) -> tuple
     rows = []
     for line, record in data_rows.read_rows(path, "path"):
         question_text, answer_text = (
-            _text(path, line, record, column) for column in (question, answer)
+            _column_text(path, line, record, column) for column in (question, answer)
         )
-        rows.append((question_text, _after(path, line, answer_text, answer, answer_after)))
+        rows.append((question_text, _text_after(path, line, answer_text, answer, answer_after)))
     if not rows:
         raise ConfigError("path", path, "the file holds no rows")
     return tuple(rows)
 
 
-def _text(path: str, line: int, record: dict[str, Any], column: str) -> str:
+def _column_text(path: str, line: int, record: dict[str, Any], column: str) -> str:
     if column not in record:
         raise DataError(
             path, line, f"no column {column!r}; it has {', '.join(sorted(record)) or 'none'}"
@@ -58,10 +59,10 @@ def _text(path: str, line: int, record: dict[str, Any], column: str) -> str:
     return value
 
 
-def _after(path: str, line: int, text: str, column: str, marker: str) -> str:
+def _text_after(path: str, line: int, text: str, column: str, marker: str) -> str:
     if not marker:
         return text
-    _, separator, remainder = text.rpartition(marker)
-    if not separator or not remainder.strip():
+    _, separator, tail = text.rpartition(marker)
+    if not separator or not tail.strip():
         raise DataError(path, line, f"column {column!r} holds nothing after {marker!r}")
-    return remainder.strip()
+    return tail.strip()

@@ -89,15 +89,15 @@ class WordProblems(GeneratedEnvironment):
         identity = [str(amount)]
         for _ in range(int(rng.integers(args.min_steps, args.max_steps + 1))):
             is_loss = amount > 2 and rng.random() < 0.5
-            change = int(
-                rng.integers(1, min(amount, args.max_number) if is_loss else args.max_number + 1)
-            )
+            # a loss leaves at least one thing
+            limit = min(amount, args.max_number) if is_loss else args.max_number + 1
+            change = int(rng.integers(1, limit))
             stories = LOSSES if is_loss else GAINS
-            sentences.append(
-                stories[int(rng.integers(len(stories)))].format(name=name, amount=change)
-            )
-            amount += -change if is_loss else change
-            identity.append(f"{'-' if is_loss else '+'}{change}")
+            story = stories[int(rng.integers(len(stories)))]
+            sentences.append(story.format(name=name, amount=change))
+            signed_change = -change if is_loss else change
+            amount += signed_change
+            identity.append(f"{signed_change:+d}")
         question = " ".join([*sentences, ASKING.format(name=name, things=things)])
         return GeneratedTask(question, str(amount), " ".join(identity))
 

@@ -26,25 +26,25 @@ class SearchIndex:
 
     def __init__(self, texts: Sequence[str]) -> None:
         """Index the texts, which are not kept."""
-        import bm25s  # takes half a second, which hubs without a search need not wait for
+        # takes half a second, which hubs without a search need not wait for
+        import bm25s
 
         tokens = [words(text) for text in texts]
-        self._known = {word for text_words in tokens for word in text_words}
+        self._known = {word for text_tokens in tokens for word in text_tokens}
         self._scorer = bm25s.BM25()
         if self._known:
             self._scorer.index(tokens, show_progress=False)
 
     def search(self, query: str, limit: int) -> list[int]:
-        """Return the positions of at most ``limit`` texts with a word of the query, best first,
-        then in order.
-        """
-        query_words = [word for word in words(query) if word in self._known]
-        if not query_words:
+        """Return the positions of at most ``limit`` texts with a word of the query, best first."""
+        terms = [word for word in words(query) if word in self._known]
+        if not terms:
             return []
-        scores = self._scorer.get_scores(query_words)
-        matches = np.flatnonzero(scores > 0)
-        if len(matches) > limit:  # sort only what may be shown of a large corpus
-            least = np.partition(scores[matches], -limit)[-limit]
-            matches = matches[scores[matches] >= least]
-        order = np.argsort(-scores[matches], kind="stable")
-        return [int(position) for position in matches[order][:limit]]
+        scores = self._scorer.get_scores(terms)
+        positions = np.flatnonzero(scores > 0)
+        # sort only what may be shown of a large corpus
+        if len(positions) > limit:
+            least = np.partition(scores[positions], -limit)[-limit]
+            positions = positions[scores[positions] >= least]
+        order = np.argsort(-scores[positions], kind="stable")
+        return [int(position) for position in positions[order][:limit]]

@@ -22,16 +22,14 @@ class Corpus:
     index: SearchIndex
 
     def find(self, query: str, limit: int, max_chars: int) -> list[str]:
-        """Return the best documents, each as its title and text in one paragraph, cut to
-        ``max_chars``.
-        """
-        documents_found = []
+        """Return the best documents, each as its title and its text, cut to ``max_chars``."""
+        documents = []
         for place in self.index.search(query, limit):
             title = self.titles[place]
             text = self.texts[place]
             text = text if len(text) <= max_chars else text[: max_chars - 1] + "…"
-            documents_found.append(f"{title}: {text}" if title else text)
-        return documents_found
+            documents.append(f"{title}: {text}" if title else text)
+        return documents
 
 
 @lru_cache(maxsize=4)
@@ -61,16 +59,16 @@ def read_corpus(path: str, text: str, title: str) -> Corpus:
                 record = decoder.decode(data)
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
                 raise DataError(path, line, f"not a JSON object: {error}") from None
-            value = record.get(text)
-            if not isinstance(value, str) or not value.strip():
+            content = record.get(text)
+            if not isinstance(content, str) or not content.strip():
                 columns = ", ".join(sorted(record)) or "nothing"
                 raise DataError(
                     path,
                     line,
-                    f"column {text!r} holds {value!r:.80}, not a text; the line has {columns}",
+                    f"column {text!r} holds {content!r:.80}, not a text; the line has {columns}",
                 )
             titles.append(str(record.get(title) or ""))
-            texts.append(" ".join(value.split()))
+            texts.append(" ".join(content.split()))
     if not texts:
         raise ConfigError("corpus", path, "the file holds no documents")
     index = SearchIndex([f"{title} {text}" for title, text in zip(titles, texts, strict=True)])

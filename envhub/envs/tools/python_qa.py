@@ -31,7 +31,7 @@ from rlearner_sandbox import Sandbox, SandboxLimits
 log = logging.getLogger(__name__)
 
 TOOL: Final = "python"
-AGAIN: Final = """import contextlib as _contextlib, io as _io
+RERUN_SOURCE: Final = """import contextlib as _contextlib, io as _io
 with _contextlib.redirect_stdout(_io.StringIO()), _contextlib.redirect_stderr(_io.StringIO()):
     exec(compile({code!r}, "<earlier>", "exec"), globals())
 """
@@ -70,12 +70,12 @@ class PythonQA(QuestionEnvironment):
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
-        example_args = QuestionAnswer.example(folder)
+        env_args = QuestionAnswer.example(folder)
         try:
-            _sandbox(PythonArgs.model_validate(example_args))
+            _sandbox(PythonArgs.model_validate(env_args))
         except UserError as error:
             raise NotInstalled(f"environment python: {error}") from None
-        return example_args
+        return env_args
 
     def _begin(self) -> None:
         self._kept: list[str] = []
@@ -88,11 +88,13 @@ class PythonQA(QuestionEnvironment):
             hint = f"Write <{TOOL}>code</{TOOL}> or <answer>your answer</answer>."
             observation = self._show(f"Neither a program nor an answer was found. {hint}")
             return StepResult(observation, -self.args.format_penalty, False, False, metrics=metrics)
-        action, content = call
-        if action == tool_calls.ANSWER:
+        kind, content = call
+        if kind == tool_calls.ANSWER:
             self._show(f"<answer>{content}</answer>")
-            right = same(content, self.reference)
-            return StepResult(Observation(""), float(right), True, True, right, metrics=metrics)
+            is_right = same(content, self.reference)
+            return StepResult(
+                Observation(""), float(is_right), True, True, is_right, metrics=metrics
+            )
         if self._programs >= self.args.max_programs:
             return StepResult(
                 self._show("<output>No more programs are run.</output>"),
@@ -106,20 +108,21 @@ class PythonQA(QuestionEnvironment):
 
     def _run(self, code: str) -> str:
         """Return what the program printed, and how it ended if not well."""
-        whole = "".join(AGAIN.format(code=earlier) for earlier in self._kept) + code
-        sandbox, places = _sandbox(self.args)
-        with places:
-            end = sandbox.run(whole.encode(errors="replace").decode())
-        printed = (end.stdout + end.stderr).decode(errors="replace").rstrip("\n")
+        source = "".join(RERUN_SOURCE.format(code=earlier) for earlier in self._kept) + code
+        sandbox, free_places = _sandbox(self.args)
+        with free_places:
+            # a model may write lone surrogates, which no file can hold
+            result = sandbox.run(source.encode(errors="replace").decode())
+        printed = (result.stdout + result.stderr).decode(errors="replace").rstrip("\n")
         if len(printed) > self.args.output_chars:
             printed = (
                 f"{printed[: self.args.output_chars]}\n(cut: it printed {len(printed)} characters)"
             )
-        if end.killed_for or end.exit_code:
-            reason = (
-                f"its {end.killed_for} was up" if end.killed_for else f"exit code {end.exit_code}"
-            )
-            return f"{printed}\n(the program ended by {reason})".lstrip("\n")
+        if result.killed_for or result.exit_code:
+            cause = f"exit code {result.exit_code}"
+            if result.killed_for:
+                cause = f"its {result.killed_for} was up"
+            return f"{printed}\n(the program ended by {cause})".lstrip("\n")
         if self.args.keep:
             self._kept.append(code)
         return printed or "(nothing was printed)"
@@ -134,22 +137,22 @@ def bare(code: str) -> str:
 
 
 def same(answer: str, reference: str) -> bool:
-    """Return whether both are the same number, up to a millionth, or the same text except for case
-    and blanks.
-    """
-    answer_number = _number(answer)
-    reference_number = _number(reference)
-    if answer_number is not None and reference_number is not None:
-        return math.isclose(answer_number, reference_number, rel_tol=1e-6, abs_tol=1e-9)
+    """Return whether both are the same number up to a millionth, or text up to case and blanks."""
+    number = _parse_number(answer)
+    reference_number = _parse_number(reference)
+    if number is not None and reference_number is not None:
+        return math.isclose(number, reference_number, rel_tol=1e-6, abs_tol=1e-9)
     return " ".join(answer.lower().split()) == " ".join(reference.lower().split())
 
 
-def _number(text: str) -> float | None:
+def _parse_number(text: str) -> float | None:
     try:
         number = float(text.strip().lstrip("$").replace(",", ""))
     except ValueError:
         return None
-    return number if math.isfinite(number) else None
+    if not math.isfinite(number):
+        return None
+    return number
 
 
 @lru_cache(maxsize=4)
@@ -161,7 +164,8 @@ def _sandbox(args: PythonArgs) -> tuple[Sandbox, threading.Semaphore]:
     """
     if args.sandbox == "none":
         log.warning(
-            "UNSAFE: sandbox is none, so programs that the policy writes run unprotected on this machine"
+            "UNSAFE: sandbox is none, so programs that the policy writes run unprotected "
+            "on this machine"
         )
     limits = SandboxLimits(
         wall_s=args.timeout_s, cpu_s=math.ceil(args.timeout_s), memory_mib=args.memory_mib

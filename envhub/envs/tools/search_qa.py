@@ -59,8 +59,9 @@ class SearchQA(QuestionEnvironment):
         if args.text == args.title:
             raise ConfigError("title", args.title, "another column than text")
         super().check(args)
-        read_corpus.cache_clear()  # the file may have changed since the last check
-        _corpus(args)
+        # the file may have changed since the last check
+        read_corpus.cache_clear()
+        _load_corpus(args)
 
     @classmethod
     def data_files(cls, args: SearchArgs) -> list[str]:
@@ -76,11 +77,11 @@ class SearchQA(QuestionEnvironment):
             for town in towns
         )
         corpus.write_text("".join(documents))
-        asked = (
+        rows = (
             f'{{"question": "Who is the mayor of {town}?", "answer": "Mayor{town}"}}\n'
             for town in towns
         )
-        questions.write_text("".join(asked))
+        questions.write_text("".join(rows))
         return {"corpus": str(corpus), "path": str(questions), "eval_share": 0.2}
 
     def _begin(self) -> None:
@@ -93,11 +94,11 @@ class SearchQA(QuestionEnvironment):
             hint = f"Write <{TOOL}>words</{TOOL}> or <answer>your answer</answer>."
             observation = self._show(f"Neither a search nor an answer was found. {hint}")
             return StepResult(observation, -self.args.format_penalty, False, False, metrics=metrics)
-        action, content = call
-        if action == tool_calls.ANSWER:
-            reward, right = tool_calls.scored(content, self._references(), self.args.score)
+        kind, content = call
+        if kind == tool_calls.ANSWER:
+            reward, is_right = tool_calls.scored(content, self._references(), self.args.score)
             self._show(f"<answer>{content}</answer>")
-            return StepResult(Observation(""), reward, True, True, right, metrics=metrics)
+            return StepResult(Observation(""), reward, True, True, is_right, metrics=metrics)
         if self._searches >= self.args.max_searches:
             return StepResult(
                 self._show("<information>No more searches.</information>"),
@@ -106,33 +107,28 @@ class SearchQA(QuestionEnvironment):
                 metrics=metrics,
             )
         self._searches += 1
-        documents_found = _corpus(self.args).find(
+        documents = _load_corpus(self.args).find(
             content, self.args.documents, self.args.document_chars
         )
-        documents_text = (
-            "\n".join(
-                f"({rank}) {document}" for rank, document in enumerate(documents_found, start=1)
-            )
+        listing = (
+            "\n".join(f"({rank}) {document}" for rank, document in enumerate(documents, start=1))
             or "Nothing was found."
         )
-        observation = self._show(f"<information>\n{documents_text}\n</information>")
+        observation = self._show(f"<information>\n{listing}\n</information>")
         return StepResult(observation, 0.0, False, metrics={"searches": float(self._searches)})
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """Search for the question, then give the reference; with probability ``noise`` another
-        question's answer.
-        """
+        """Search for the question, then answer; with probability ``noise`` wrongly and at once."""
         if rng.random() < noise:
             return f"<answer>{self._questions.demonstrate(rng, 1.0)}</answer>"
-        return (
-            f"<answer>{self._references()[0]}</answer>"
-            if self._searches
-            else f"<{TOOL}>{self.prompt}</{TOOL}>"
-        )
+        if not self._searches:
+            return f"<{TOOL}>{self.prompt}</{TOOL}>"
+        return f"<answer>{self._references()[0]}</answer>"
 
     def _references(self) -> tuple[str, ...]:
-        separator = self.args.answer_separator
-        parts = self.reference.split(separator) if separator else [self.reference]
+        parts = [self.reference]
+        if self.args.answer_separator:
+            parts = self.reference.split(self.args.answer_separator)
         return tuple(part.strip() for part in parts if part.strip()) or (self.reference,)
 
     def _show(self, text: str) -> Observation:
@@ -140,5 +136,5 @@ class SearchQA(QuestionEnvironment):
         return Observation(text, anchor=f"{self.prompt}\n{text}")
 
 
-def _corpus(args: SearchArgs) -> Corpus:
+def _load_corpus(args: SearchArgs) -> Corpus:
     return read_corpus(args.corpus, args.text, args.title)

@@ -24,21 +24,22 @@ Score = Literal["exact", "f1"]
 
 
 def parse(text: str, tool: str, argument: str) -> tuple[str, str] | None:
-    """Return (``tool`` or ``answer``, its content without surrounding blanks); None if there is
-    neither.
+    """Return (``tool`` or ``answer``, its content without surrounding blanks), None without either.
 
     Args:
         tool: name of the tool.
         argument: name of its argument in calls written as JSON.
     """
-    match = _pattern(tool).search(text)
+    match = _call_pattern(tool).search(text)
     if match is None:
         return None
     name = match[1].lower()
     content = match[2].strip()
     if name == "tool_call":
         return _from_json(content, tool, argument)
-    return (name, content) if content else None
+    if not content:
+        return None
+    return name, content
 
 
 def _from_json(text: str, tool: str, argument: str) -> tuple[str, str] | None:
@@ -53,22 +54,22 @@ def _from_json(text: str, tool: str, argument: str) -> tuple[str, str] | None:
     ):
         return None
     value = call["arguments"].get(argument)
-    return (tool, value.strip()) if isinstance(value, str) and value.strip() else None
+    if not isinstance(value, str) or not value.strip():
+        return None
+    return tool, value.strip()
 
 
 @lru_cache(maxsize=16)
-def _pattern(tool: str) -> re.Pattern[str]:
+def _call_pattern(tool: str) -> re.Pattern[str]:
     return re.compile(
         rf"<({re.escape(tool)}|{ANSWER}|tool_call)>(.*?)(?:</\1>|\Z)", re.DOTALL | re.IGNORECASE
     )
 
 
 def plain(text: str) -> str:
-    """Normalise as SQuAD: case, punctuation, articles, blanks (Rajpurkar et al. 2016,
-    arXiv:1606.05250).
-    """
+    """Normalize as SQuAD: case, punctuation, articles, blanks (arXiv:1606.05250)."""
     bare = text.lower().translate(_PUNCTUATION)
-    # an answer may be "A", or "+"
+    # an answer may be "A", or "+", of which nothing would be left
     return " ".join(_ARTICLES.sub(" ", bare).split()) or " ".join(bare.split()) or text.strip()
 
 
@@ -80,19 +81,20 @@ def exact(answer: str, references: Iterable[str]) -> float:
 def f1(answer: str, references: Iterable[str]) -> float:
     """Return the best harmonic mean of the shares of words in common, 0 to 1."""
     return max(
-        (_f1(plain(answer).split(), plain(reference).split()) for reference in references),
+        (_word_f1(plain(answer).split(), plain(reference).split()) for reference in references),
         default=0.0,
     )
 
 
-def _f1(answer_words: list[str], reference_words: list[str]) -> float:
-    if not answer_words or not reference_words:
-        return float(answer_words == reference_words)
-    common = (Counter(answer_words) & Counter(reference_words)).total()
-    return 2 * common / (len(answer_words) + len(reference_words))
+def _word_f1(words: list[str], reference_words: list[str]) -> float:
+    if not words or not reference_words:
+        return float(words == reference_words)
+    common = (Counter(words) & Counter(reference_words)).total()
+    return 2 * common / (len(words) + len(reference_words))
 
 
-def scored(answer: str, references: tuple[str, ...], score: Score) -> tuple[float, bool]:
+def scored(answer: str, references: tuple[str, ...], metric: Score) -> tuple[float, bool]:
     """Return (the score, whether the answer is right)."""
-    right = exact(answer, references)
-    return (right if score == "exact" else f1(answer, references)), right == 1.0
+    match = exact(answer, references)
+    score = match if metric == "exact" else f1(answer, references)
+    return score, match == 1.0

@@ -97,15 +97,14 @@ class WebShop(Environment):
                 "attributes", None, "WebShop's items_ins_v2*.json, for items is given"
             )
         for key in ("hidden_attributes", "goal_attributes"):
-            if (num_attributes := getattr(args, key)) > args.product_attributes:
+            if (count := getattr(args, key)) > args.product_attributes:
                 raise ConfigError(
-                    key,
-                    num_attributes,
-                    f"at most product_attributes, which is {args.product_attributes}",
+                    key, count, f"at most product_attributes, which is {args.product_attributes}"
                 )
-        files.load.cache_clear()  # the files may have changed since the last check
-        _catalogue.cache_clear()
-        if len(_catalogue(args).goals) < 2:
+        # the files may have changed since the last check
+        files.load.cache_clear()
+        _load_catalogue.cache_clear()
+        if len(_load_catalogue(args).goals) < 2:
             key = "items" if args.items else "products"
             raise ConfigError(
                 key, args.items or args.products, "a catalogue with two goals or more"
@@ -117,7 +116,7 @@ class WebShop(Environment):
 
     @classmethod
     def num_tasks(cls, args: WebShopArgs, split: Split) -> int | None:
-        return len(_goals(args, split))
+        return len(_split_goals(args, split))
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
@@ -125,7 +124,7 @@ class WebShop(Environment):
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         """Show the task's goal; the seed has no effect."""
-        goals = _goals(self.args, split)
+        goals = _split_goals(self.args, split)
         self.goal = goals[task_index % len(goals)]
         self._view = pages.PageView(self.args.window)
         self._score = 0.0
@@ -133,130 +132,131 @@ class WebShop(Environment):
 
     def step(self, text: str) -> StepResult:
         match = _ACTION.fullmatch(tagged(text, self.args.answer_tag))
-        target = match[2].strip().lower() if match else ""
+        argument = match[2].strip().lower() if match else ""
         if match and match[1].lower() == "search":
-            valid = bool(target) and len(target) <= MAX_QUERY_CHARS
-            if valid:
+            is_valid = bool(argument) and len(argument) <= MAX_QUERY_CHARS
+            if is_valid:
                 self._view = pages.PageView(
-                    self.args.window, results=_catalogue(self.args).search(target)
+                    self.args.window, results=_load_catalogue(self.args).search(argument)
                 )
         else:
-            target = self._numbered().get(target, target)
-            valid = target in self._view.clickable()
-            if valid and target == pages.BUY:
+            argument = self._numbered().get(argument, argument)
+            is_valid = argument in self._view.clickable()
+            if is_valid and argument == pages.BUY:
                 return self._buy()
-            if valid:
-                self._click(target)
-        reward = 0.0 if valid else -self.args.format_penalty
-        return StepResult(self._observe(), reward, False, valid, metrics={"score": 0.0})
+            if is_valid:
+                self._click(argument)
+        reward = 0.0 if is_valid else -self.args.format_penalty
+        return StepResult(self._observe(), reward, False, is_valid, metrics={"score": 0.0})
 
     def text_frame(self) -> str:
         return pages.full(self._view, self.goal)
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """Act as a customer who knows the catalogue; with probability ``noise`` click or search
-        anything.
-        """
+        """Act as a customer who knows the catalogue; with probability ``noise`` act at random."""
         if rng.random() < noise:
-            return self._anything(rng)
+            return self._random_action(rng)
         view = self._view
         goal = self.goal
-        actions = self._wanted()
-        if actions is None:
+        product = self._best_result()
+        if product is None:
             return f"search[{pages.wish_words(goal)}]"
         if view.product is None:
-            page = list(view.results or ()).index(actions) // view.window
+            page = list(view.results or ()).index(product) // view.window
             if page == view.page:
-                return f"click[{self._called(actions.asin)}]"
+                return f"click[{self._click_name(product.asin)}]"
             return f"click[{pages.NEXT if page > view.page else pages.PREVIOUS}]"
-        if view.product is not actions or view.sub_page:
+        if view.product is not product or view.sub_page:
             return f"click[{pages.PREVIOUS}]"
-        for name, value in best_options(actions, goal).items():
-            if view.chosen.get(name) != value:
+        for name, value in best_options(product, goal).items():
+            if view.choices.get(name) != value:
                 return f"click[{value}]"
         return f"click[{pages.BUY}]"
 
-    def _wanted(self) -> ShopProduct | None:
+    def _best_result(self) -> ShopProduct | None:
         """Return the best article among the results, None if another search is needed."""
         results = self._view.results
         if not results:
             return None
         best = max(results, key=lambda product: best_score(product, self.goal))
-        return best if best_score(best, self.goal) >= 1.0 or self.goal.product in results else None
+        if best_score(best, self.goal) < 1.0 and self.goal.product not in results:
+            return None
+        return best
 
-    def _anything(self, rng: np.random.Generator) -> str:
+    def _random_action(self, rng: np.random.Generator) -> str:
         offered = self._view.clickable()
         if not offered:
-            goals = _goals(self.args, "train")
+            goals = _split_goals(self.args, "train")
             return f"search[{pages.wish_words(goals[int(rng.integers(len(goals)))])}]"
-        return f"click[{self._called(offered[int(rng.integers(len(offered)))])}]"
+        return f"click[{self._click_name(offered[int(rng.integers(len(offered)))])}]"
 
     def _numbered(self) -> dict[str, str]:
         """Return the names of results by the numbers that clicks use on compact pages."""
-        listed = (
-            self._view.listed
-            if self.args.observe == "compact" and self._view.product is None
-            else ()
-        )
-        return {str(number): product.asin for number, product in enumerate(listed, start=1)}
+        if self.args.observe == "full" or self._view.product is not None:
+            return {}
+        products = enumerate(self._view.listed, start=1)
+        return {str(number): product.asin for number, product in products}
 
-    def _called(self, target: str) -> str:
+    def _click_name(self, label: str) -> str:
         """Return how a click names a thing."""
-        return next((number for number, asin in self._numbered().items() if asin == target), target)
+        return next((number for number, asin in self._numbered().items() if asin == label), label)
 
-    def _click(self, target: str) -> None:
+    def _click(self, label: str) -> None:
         view = self._view
-        if target == pages.BACK:
+        if label == pages.BACK:
             self._view = pages.PageView(view.window)
         elif view.product is None:
-            if target in (pages.NEXT, pages.PREVIOUS):
-                view.page += 1 if target == pages.NEXT else -1
+            if label in (pages.NEXT, pages.PREVIOUS):
+                view.page += 1 if label == pages.NEXT else -1
             else:
-                view.product = _catalogue(self.args).by_asin[target]
-                view.chosen = {}
-        elif target == pages.PREVIOUS:
+                view.product = _load_catalogue(self.args).by_asin[label]
+                view.choices = {}
+        elif label == pages.PREVIOUS:
             if view.sub_page:
                 view.sub_page = ""
             else:
                 view.product = None
-        elif target in pages.SUB_PAGES:
-            view.sub_page = target
+        elif label in pages.SUB_PAGES:
+            view.sub_page = label
         else:
-            names = [name for name, values in view.product.options.items() if target in values]
-            view.chosen[
-                next((name for name in names if view.chosen.get(name) != target), names[0])
-            ] = target
+            names = [name for name, values in view.product.options.items() if label in values]
+            # of several options with this value, the first that does not have it yet
+            option = next((name for name in names if view.choices.get(name) != label), names[0])
+            view.choices[option] = label
 
     def _buy(self) -> StepResult:
         product = self._view.product
         assert product is not None
-        self._score = score(product, self.goal, self._view.chosen.values())
-        success = self._score >= 1.0
-        reward = self._score if self.args.reward == "score" else float(success)
+        self._score = score(product, self.goal, self._view.choices.values())
+        is_success = self._score >= 1.0
+        reward = self._score if self.args.reward == "score" else float(is_success)
         return StepResult(
-            Observation("", ""), reward, True, True, success, metrics={"score": self._score}
+            Observation("", ""), reward, True, True, is_success, metrics={"score": self._score}
         )
 
     def _observe(self) -> Observation:
-        whole = pages.full(self._view, self.goal)
-        return Observation(
-            whole if self.args.observe == "full" else pages.compact(self._view, self.goal),
-            anchor=whole,
-        )
+        page = pages.full(self._view, self.goal)
+        text = page if self.args.observe == "full" else pages.compact(self._view, self.goal)
+        return Observation(text, anchor=page)
 
 
 @lru_cache(maxsize=4)
-def _catalogue(args: WebShopArgs) -> ProductCatalogue:
+def _load_catalogue(args: WebShopArgs) -> ProductCatalogue:
     if args.items is None:
-        attributes = (args.product_attributes, args.hidden_attributes, args.goal_attributes)
         return generate(
-            args.products, args.catalogue_seed, *attributes, args.option_values, args.departments
+            args.products,
+            args.catalogue_seed,
+            args.product_attributes,
+            hidden_attributes=args.hidden_attributes,
+            goal_attributes=args.goal_attributes,
+            option_values=args.option_values,
+            departments=args.departments,
         )
     return files.load(args.items, str(args.attributes), args.human, args.num_products)
 
 
 @lru_cache(maxsize=8)
-def _goals(args: WebShopArgs, split: Split) -> tuple[ShoppingGoal, ...]:
-    goals = _catalogue(args).goals
-    held_out = max(min(args.eval_goals, len(goals) // 4), 1)
-    return goals[:held_out] if split == "eval" else goals[held_out:]
+def _split_goals(args: WebShopArgs, split: Split) -> tuple[ShoppingGoal, ...]:
+    goals = _load_catalogue(args).goals
+    num_held_out = max(min(args.eval_goals, len(goals) // 4), 1)
+    return goals[:num_held_out] if split == "eval" else goals[num_held_out:]

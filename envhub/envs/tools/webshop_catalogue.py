@@ -19,7 +19,8 @@ from envhub.envs.tools.bm25 import SearchIndex
 
 PRICE_STEPS: Final = tuple(10.0 * step for step in range(1, 100))  # dollars that a limit may be
 NO_LIMIT: Final = 1_000_000.0
-SEARCH_LIMIT: Final = 50  # results of a search, as in WebShop
+# results of a search, as in WebShop
+SEARCH_LIMIT: Final = 50
 
 
 @dataclass(frozen=True)
@@ -51,9 +52,7 @@ class ShopProduct:
 
     @property
     def text(self) -> str:
-        """The text that a search uses, as in WebShop's index: title, description, first bullet
-        point, options.
-        """
+        """The text that a search uses, as WebShop's index does."""
         options = (f"{name}: {', '.join(values)}" for name, values in self.options.items())
         return " ".join([self.name, self.description, *self.features[:1], *options])
 
@@ -83,7 +82,7 @@ class ProductCatalogue:
         self.by_asin = {product.asin: product for product in self.products}
         unique = {hashlib.blake2b(goal.instruction.encode()).digest(): goal for goal in goals}
         self.goals = tuple(unique[digest] for digest in sorted(unique))
-        self._found: dict[str, tuple[ShopProduct, ...]] = {}
+        self._results: dict[str, tuple[ShopProduct, ...]] = {}
 
     @cached_property
     def _index(self) -> SearchIndex:
@@ -91,23 +90,22 @@ class ProductCatalogue:
 
     def search(self, query: str) -> tuple[ShopProduct, ...]:
         """Return at most ``SEARCH_LIMIT`` products, best first."""
-        if (result := self._found.get(query)) is None:
-            if len(self._found) >= 4096:
-                self._found.clear()
-            result = self._found[query] = tuple(
+        if (products := self._results.get(query)) is None:
+            # bounds the memory
+            if len(self._results) >= 4096:
+                self._results.clear()
+            products = self._results[query] = tuple(
                 self.products[at] for at in self._index.search(query, SEARCH_LIMIT)
             )
-        return result
+        return products
 
 
-def price_limit(price: float, instruction: str) -> float:
-    """Return a limit above the price: the larger of two of the next four tens, drawn by a hash of
-    ``told``.
-    """
+def price_limit(price: float, key: str) -> float:
+    """Return a limit above the price: of the next four tens the larger of two, drawn by ``key``."""
     above = [step for step in PRICE_STEPS if step > price][:4]
     if len(above) < 2:
         return NO_LIMIT
-    seed = int.from_bytes(hashlib.blake2b(instruction.encode(), digest_size=8).digest(), "little")
+    seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
     return float(max(np.random.default_rng(seed).choice(above, 2, replace=False)))
 
 
@@ -119,8 +117,7 @@ Department = tuple[
     str, tuple[str, ...], tuple[str, ...], Mapping[str, tuple[str, ...]], tuple[int, int]
 ]
 _COLOUR_SIZE: Final = {"color": COLOURS, "size": SIZES}
-# The department, its things, their possible attributes, their options, and the range of prices in
-# dollars.
+# the department, its things, their possible attributes, their options, the range of prices in $
 DEPARTMENTS: Final[tuple[Department, ...]] = (
     (
         "clothing",
@@ -216,28 +213,41 @@ def generate(
         departments: of the shop; empty: all.
     """
     rng = np.random.default_rng([seed, num_products])
-    there = [
+    shop_departments = [
         department for department in DEPARTMENTS if not departments or department[0] in departments
     ]
-    sizes = (num_attributes, hidden_attributes, option_values)
-    products = [_product(number, rng, there, *sizes) for number in range(num_products)]
+    products = [
+        _make_product(
+            number,
+            rng,
+            shop_departments,
+            num_attributes=num_attributes,
+            hidden=hidden_attributes,
+            option_values=option_values,
+        )
+        for number in range(num_products)
+    ]
     return ProductCatalogue(
-        products, [goal for product in products for goal in _goals(product, goal_attributes)]
+        products, [goal for product in products for goal in _make_goals(product, goal_attributes)]
     )
 
 
-def _product(
+def _make_product(
     number: int,
     rng: Generator,
-    there: Sequence[Department],
+    departments: Sequence[Department],
     num_attributes: int,
     hidden: int,
     option_values: int,
 ) -> ShopProduct:
-    department, things, qualities, options, (low, high) = there[int(rng.integers(len(there)))]
+    department, things, qualities, options, (low, high) = departments[
+        int(rng.integers(len(departments)))
+    ]
     thing = str(rng.choice(things))
-    has = [str(quality) for quality in rng.choice(qualities, num_attributes, replace=False)]
-    attributes_shown = has[: num_attributes - hidden]
+    product_qualities = [
+        str(quality) for quality in rng.choice(qualities, num_attributes, replace=False)
+    ]
+    title_words = product_qualities[: num_attributes - hidden]
     offered = {
         name: tuple(
             str(v) for v in rng.choice(values, min(option_values, len(values)), replace=False)
@@ -246,25 +256,26 @@ def _product(
     }
     return ShopProduct(
         asin=f"b{number:0{3 if number < 1000 else 6}d}",
-        name=" ".join([*attributes_shown, thing]),
+        name=" ".join([*title_words, thing]),
         nouns=frozenset([thing]),
         query=thing,
         category=f"{department} › {thing}",
         price=float(rng.integers(low, high)),
         options=offered,
-        attributes=tuple(has),
-        features=tuple(f"this {thing} is {quality}" for quality in has),
+        attributes=tuple(product_qualities),
+        features=tuple(f"this {thing} is {quality}" for quality in product_qualities),
         description=f"a {thing} from our {department} department",
     )
 
 
-def _goals(product: ShopProduct, num_attributes: int) -> list[ShoppingGoal]:
+def _make_goals(product: ShopProduct, num_attributes: int) -> list[ShoppingGoal]:
     # the hidden ones are the last
     attributes = product.attributes[-num_attributes:] if num_attributes else ()
     goals = []
     for values in combinations(*product.options.values()):
         text = f"i need a {product.query}"
-        text += f" that is {' and '.join(attributes)}" if attributes else ""
+        if attributes:
+            text += f" that is {' and '.join(attributes)}"
         text += "".join(
             f", {name}: {value}" for name, value in zip(product.options, values, strict=True)
         )

@@ -32,8 +32,10 @@ from envhub.envs.tools.webshop_catalogue import (
     price_limit,
 )
 
-NO_PRICE: Final = 100.0  # dollars, of products without one
-MAX_ASIN_CHARS: Final = 10  # longer ones are not products
+# dollars, of products without one
+NO_PRICE: Final = 100.0
+# longer ones are not products
+MAX_ASIN_CHARS: Final = 10
 _COMMA: Final = re.compile(r"\s*,?\s*")
 _COLON: Final = re.compile(r"\s*:\s*")
 # of a product's options that become synthetic goals; WebShop has no limit
@@ -44,8 +46,7 @@ MAX_COMBINATIONS: Final = 64
 def load(
     items: str, attributes: str, human: str | None, num_products: int | None
 ) -> ProductCatalogue:
-    """Return the catalogue; goals are people's instructions if that file is given, else the
-    synthetic ones.
+    """Return the catalogue, with goals from people's instructions or else the synthetic ones.
 
     Args:
         items: path of ``items_shuffle*.json``.
@@ -57,24 +58,26 @@ def load(
         ConfigError: if a file is missing or not readable, or there are no goals.
         DataError: if a product or instruction is malformed; names its place in the file, from 1.
     """
-    rows = _read("items", items, list[dict[str, Any]])
-    attribute_rows = _read("attributes", attributes, dict[str, dict[str, Any]])
-    human_rows = None if human is None else _read("human", human, dict[str, list[dict[str, Any]]])
+    rows = _read_json("items", items, list[dict[str, Any]])
+    attribute_rows = _read_json("attributes", attributes, dict[str, dict[str, Any]])
+    human_rows = None
+    if human is not None:
+        human_rows = _read_json("human", human, dict[str, list[dict[str, Any]]])
     products: dict[str, ShopProduct] = {}
     goals: list[ShoppingGoal] = []
     for number, row in enumerate(rows[:num_products], start=1):
-        asin = _text(items, number, row, "asin")
+        asin = _text_field(items, number, row, "asin")
         if asin == "nan" or len(asin) > MAX_ASIN_CHARS or asin.lower() in products:
             continue
-        own = attribute_rows.get(asin, {})
-        product = _product(items, number, row, asin, own)
+        attribute_row = attribute_rows.get(asin, {})
+        product = _make_product(items, number, row, asin, attribute_row)
         products[product.asin] = product
         if human_rows is None:
-            goals += _synthetic(attributes, number, product, own)
+            goals += _synthetic_goals(attributes, number, product, attribute_row)
         else:
             rows_of = enumerate(human_rows.get(asin, []), start=1)
             goals += filter(
-                None, (_human(str(human), place, product, row) for place, row in rows_of)
+                None, (_human_goal(str(human), place, product, row) for place, row in rows_of)
             )
     if not goals:
         key = "attributes" if human is None else "human"
@@ -82,7 +85,7 @@ def load(
     return ProductCatalogue(list(products.values()), goals)
 
 
-def _read(key: str, path: str, kind: type[Any]) -> Any:
+def _read_json(key: str, path: str, kind: type[Any]) -> Any:
     file = Path(path)
     if not file.is_file():
         raise ConfigError(key, path, "there is no such file")
@@ -102,47 +105,45 @@ def _read(key: str, path: str, kind: type[Any]) -> Any:
 
 
 def _first_bad_row(data: bytes) -> tuple[int, str]:
-    """Return number (from 1) and problem of the first malformed row of a JSON list or object, if
-    there is one.
-    """
+    """Return number (from 1) and problem of a JSON file's first malformed row, if there is one."""
     text = data.decode("utf-8", "surrogateescape").strip()
     at = 1
     number = 0
     while (
         text.startswith(("[", "{"))
-        and (at := _after(_COMMA, text, at)) < len(text)
+        and (at := _skip_separator(_COMMA, text, at)) < len(text)
         and text[at] not in "]}"
     ):
         number += 1
         try:
             value, at = strict.decode_prefix(text, at)
             if isinstance(value, str):  # a key of an object
-                value, at = strict.decode_prefix(text, _after(_COLON, text, at))
+                value, at = strict.decode_prefix(text, _skip_separator(_COLON, text, at))
         except strict.BadJson as error:
             return number, str(error)
     return number, ""
 
 
-def _after(separator: re.Pattern[str], text: str, at: int) -> int:
+def _skip_separator(separator: re.Pattern[str], text: str, at: int) -> int:
     match = separator.match(text, at)
     return at if match is None else match.end()
 
 
-def _product(
+def _make_product(
     path: str, number: int, row: dict[str, Any], asin: str, attribute_row: dict[str, Any]
 ) -> ShopProduct:
-    name = _text(path, number, row, "name")
+    name = _text_field(path, number, row, "name")
     features = row.get("small_description") or []
     return ShopProduct(
         asin=asin.lower(),
         name=name,
         nouns=frozenset(word for word in words(name) if not any(map(str.isdigit, word))),
-        query=_text(path, number, row, "query").lower().strip(),
-        category=_text(path, number, row, "product_category"),
-        price=_price(path, number, row, asin),
-        options=_options(path, number, row),
-        attributes=_texts(path, number, attribute_row.get("attributes") or [], "attributes"),
-        features=_texts(
+        query=_text_field(path, number, row, "query").lower().strip(),
+        category=_text_field(path, number, row, "product_category"),
+        price=_parse_price(path, number, row, asin),
+        options=_parse_options(path, number, row),
+        attributes=_text_list(path, number, attribute_row.get("attributes") or [], "attributes"),
+        features=_text_list(
             path,
             number,
             features if isinstance(features, list) else [features],
@@ -152,7 +153,7 @@ def _product(
     )
 
 
-def _price(path: str, number: int, row: dict[str, Any], asin: str) -> float:
+def _parse_price(path: str, number: int, row: dict[str, Any], asin: str) -> float:
     """Return the price; within a range it depends on the asin."""
     if not (pricing := row.get("pricing")):
         return NO_PRICE
@@ -168,14 +169,14 @@ def _price(path: str, number: int, row: dict[str, Any], asin: str) -> float:
     return prices[0] + (prices[-1] - prices[0]) * share
 
 
-def _options(path: str, number: int, row: dict[str, Any]) -> dict[str, tuple[str, ...]]:
-    customization = row.get("customization_options") or {}
-    if not isinstance(customization, dict):
+def _parse_options(path: str, number: int, row: dict[str, Any]) -> dict[str, tuple[str, ...]]:
+    groups = row.get("customization_options") or {}
+    if not isinstance(groups, dict):
         raise DataError(
-            path, number, f"customization_options is {type(customization).__name__}, not an object"
+            path, number, f"customization_options is {type(groups).__name__}, not an object"
         )
     options = {}
-    for name, values in customization.items():
+    for name, values in groups.items():
         if values is None:
             continue
         rows = values if isinstance(values, list) else [None]
@@ -191,8 +192,10 @@ def _options(path: str, number: int, row: dict[str, Any]) -> dict[str, tuple[str
     return options
 
 
-def _human(path: str, place: int, product: ShopProduct, row: dict[str, Any]) -> ShoppingGoal | None:
-    attributes = _texts(
+def _human_goal(
+    path: str, place: int, product: ShopProduct, row: dict[str, Any]
+) -> ShoppingGoal | None:
+    attributes = _text_list(
         path,
         place,
         row.get("instruction_attributes") or [],
@@ -200,24 +203,26 @@ def _human(path: str, place: int, product: ShopProduct, row: dict[str, Any]) -> 
     )
     if not attributes:
         return None
-    options = _texts(
+    options = _text_list(
         path, place, row.get("instruction_options") or [], f"{product.asin}: instruction_options"
     )
-    return _goal(product, _text(path, place, row, "instruction").strip("."), attributes, options)
+    return _make_goal(
+        product, _text_field(path, place, row, "instruction").strip("."), attributes, options
+    )
 
 
-def _synthetic(
-    path: str, number: int, product: ShopProduct, attribute_row: dict[str, Any]
+def _synthetic_goals(
+    path: str, number: int, product: ShopProduct, row: dict[str, Any]
 ) -> Iterator[ShoppingGoal]:
-    if not attribute_row.get("instruction"):
+    if not row.get("instruction"):
         return
-    attributes = _texts(
+    attributes = _text_list(
         path,
         number,
-        attribute_row.get("instruction_attributes") or [],
+        row.get("instruction_attributes") or [],
         f"{product.asin}: instruction_attributes",
     )
-    text = _text(path, number, attribute_row, "instruction")
+    text = _text_field(path, number, row, "instruction")
     names = sorted(product.options)
     for values in islice(
         combinations(*(product.options[name] for name in names)), MAX_COMBINATIONS
@@ -225,19 +230,25 @@ def _synthetic(
         options = ", and ".join(
             f"{name}: {value}" for name, value in zip(names, values, strict=True)
         )
-        yield _goal(product, f"{text} with {options}" if options else text, attributes, values)
+        yield _make_goal(product, f"{text} with {options}" if options else text, attributes, values)
 
 
-def _goal(
-    product: ShopProduct, text: str, wanted: tuple[str, ...], options: tuple[str, ...]
+def _make_goal(
+    product: ShopProduct, text: str, attributes: tuple[str, ...], options: tuple[str, ...]
 ) -> ShoppingGoal:
     limit = price_limit(product.price, f"{product.asin} {text}")
-    text += f", and price lower than {limit:.2f} dollars" if limit < NO_LIMIT else ""
-    attributes, values = (tuple(value.lower() for value in texts) for texts in (wanted, options))
-    return ShoppingGoal(product, text, attributes, values, limit)
+    if limit < NO_LIMIT:
+        text += f", and price lower than {limit:.2f} dollars"
+    return ShoppingGoal(
+        product,
+        text,
+        tuple(map(str.lower, attributes)),
+        options=tuple(map(str.lower, options)),
+        price_upper=limit,
+    )
 
 
-def _text(path: str, place: int, row: dict[str, Any], key: str) -> str:
+def _text_field(path: str, place: int, row: dict[str, Any], key: str) -> str:
     value = row.get(key)
     if not isinstance(value, str):
         keys = ", ".join(sorted(row)) or "nothing"
@@ -245,7 +256,7 @@ def _text(path: str, place: int, row: dict[str, Any], key: str) -> str:
     return value
 
 
-def _texts(path: str, place: int, value: Any, key: str) -> tuple[str, ...]:
+def _text_list(path: str, place: int, value: Any, key: str) -> tuple[str, ...]:
     values = list(value.values()) if isinstance(value, dict) else value
     if not isinstance(values, list) or not all(isinstance(text, str) for text in values):
         raise DataError(path, place, f"{key} is {value!r:.80}, not a list of texts")

@@ -20,7 +20,8 @@ NEXT: Final = "next >"
 PREVIOUS: Final = "< prev"
 BUY: Final = "buy now"
 SUB_PAGES: Final = ("description", "features", "reviews", "attributes")
-NO_RATING: Final = "N.A."  # the files have no reviews that a shop could show
+# the files have no reviews that a shop could show
+NO_RATING: Final = "N.A."
 
 
 @dataclass
@@ -31,7 +32,7 @@ class PageView:
         results: of the last search; None before the first one and after a step back to the search.
         page: of the results, from 0.
         product: the article whose page is open, if any.
-        chosen: option values by the option's name.
+        choices: option values by the option's name.
         sub_page: the open one of ``SUB_PAGES``, if any.
     """
 
@@ -39,7 +40,7 @@ class PageView:
     results: Sequence[ShopProduct] | None = None
     page: int = 0
     product: ShopProduct | None = None
-    chosen: dict[str, str] = field(default_factory=dict)
+    choices: dict[str, str] = field(default_factory=dict)
     sub_page: str = ""
 
     @property
@@ -83,27 +84,25 @@ def _full_lines(view: PageView) -> list[str]:
     if view.sub_page:
         return head + _sub_page(view.product, view.sub_page)
     options = [
-        f"{name}: {_values(values, view.chosen.get(name))}"
+        f"{name}: {_format_values(values, view.choices.get(name))}"
         for name, values in view.product.options.items()
     ]
-    lines = [view.product.name, f"price: ${view.product.price:.2f}", f"rating: {NO_RATING}"]
-    return head + options + lines + [" ".join(f"[{name}]" for name in SUB_PAGES), f"[{BUY}]"]
+    details = [view.product.name, f"price: ${view.product.price:.2f}", f"rating: {NO_RATING}"]
+    return head + options + details + [" ".join(f"[{name}]" for name in SUB_PAGES), f"[{BUY}]"]
 
 
-def _values(values: Sequence[str], chosen_value: str | None) -> str:
-    return " ".join(
-        f"[{value}] (chosen)" if value == chosen_value else f"[{value}]" for value in values
-    )
+def _format_values(values: Sequence[str], choice: str | None) -> str:
+    return " ".join(f"[{value}] (chosen)" if value == choice else f"[{value}]" for value in values)
 
 
 def _sub_page(product: ShopProduct, name: str) -> list[str]:
-    texts: Mapping[str, Sequence[str]] = {
+    sections: Mapping[str, Sequence[str]] = {
         "description": [product.description],
         "features": product.features,
         "reviews": ["there are no reviews"],
         "attributes": [*product.attributes, product.category, product.query],
     }
-    return list(texts[name])
+    return list(sections[name])
 
 
 def wish_words(goal: ShoppingGoal) -> str:
@@ -114,7 +113,9 @@ def wish_words(goal: ShoppingGoal) -> str:
 def wish(goal: ShoppingGoal) -> str:
     """Return the goal in few characters: kind and attributes; options; limit in dollars."""
     parts = [wish_words(goal), *goal.options]
-    return ";".join([*parts, f"<{goal.price_upper:.0f}"] if goal.price_upper < NO_LIMIT else parts)
+    if goal.price_upper < NO_LIMIT:
+        parts.append(f"<{goal.price_upper:.0f}")
+    return ";".join(parts)
 
 
 def compact(view: PageView, goal: ShoppingGoal) -> str:
@@ -130,8 +131,8 @@ def compact(view: PageView, goal: ShoppingGoal) -> str:
     if view.sub_page:
         return "\n".join(_sub_page(view.product, view.sub_page))
     options = view.product.options
-    chosen_options = view.chosen
+    choices = view.choices
     return ";".join(
-        " ".join(f"*{v}" if v == chosen_options.get(name) else v for v in options[name])
+        " ".join(f"*{value}" if value == choices.get(name) else value for value in options[name])
         for name in options
     )

@@ -44,16 +44,16 @@ def record(closing: tuple[int, ...] = (END,)) -> EpisodeRecord:
 
 def call(of: EpisodeRecord, prompt: list[int], *said: int, version: int = 1) -> RecordedSample:
     answer = SampledTurn.of(said, [-1.0] * len(said), [version, len(said)], "stop", "s")
-    return of.sampled(array("i", prompt), answer)
+    return of.add_turn(array("i", prompt), answer)
 
 
 def test_what_was_sampled_stays_as_it_was_sampled() -> None:
     one = record()
-    first = one.prompt("?")
+    first = one.encode_prompt("?")
     assert first == [4]
     call(one, first, 1, 2, END)  # "a", "b": tokenised again this would be "ab"
     assert TOKENIZER.encode("?ab.b?") == [4, 3, 0, 2, 4]
-    second = one.prompt("?ab.b?")
+    second = one.encode_prompt("?ab.b?")
     assert second == [4, 1, 2, END, 2, 4]
     sample = call(one, second, 3, END, version=2)
     assert one.samples == [sample]
@@ -66,21 +66,21 @@ def test_what_was_sampled_stays_as_it_was_sampled() -> None:
 
 def test_an_answer_that_was_cut_off_gets_its_closing_from_the_template() -> None:
     one = record()
-    call(one, one.prompt("?"), 1, 2)
-    assert one.prompt("?ab.b?") == [4, 1, 2, END, 2, 4]
-    assert one.prompt("?abb") == [4, 1, 2, 2]  # an unfinished answer may go on
+    call(one, one.encode_prompt("?"), 1, 2)
+    assert one.encode_prompt("?ab.b?") == [4, 1, 2, END, 2, 4]
+    assert one.encode_prompt("?abb") == [4, 1, 2, 2]  # an unfinished answer may go on
 
 
 def test_a_closed_answer_does_not_go_on() -> None:
     one = record()
-    call(one, one.prompt("?"), 1, END)
-    assert one.prompt("?ab") == TOKENIZER.encode("?ab")
+    call(one, one.encode_prompt("?"), 1, END)
+    assert one.encode_prompt("?ab") == TOKENIZER.encode("?ab")
 
 
 def test_a_changed_history_begins_a_new_sample() -> None:
     one = record()
-    call(one, one.prompt("?"), 1, 2, END)
-    other = call(one, one.prompt("?a.b?"), 1, END)  # the agent dropped a word of the answer
+    call(one, one.encode_prompt("?"), 1, 2, END)
+    other = call(one, one.encode_prompt("?a.b?"), 1, END)  # the agent dropped a word of the answer
     assert len(one.samples) == 2
     assert list(other.loss_mask) == [0, 0, 0, 0, 0, 1, 1]
     assert one.samples[-1] is other
@@ -89,11 +89,11 @@ def test_a_changed_history_begins_a_new_sample() -> None:
 
 def test_the_longest_beginning_counts() -> None:
     one = record()
-    call(one, one.prompt("?"), 1, END)
-    call(one, one.prompt("?a.?"), 2, END)
-    call(one, one.prompt("?b"), 1, END)  # begins anew
+    call(one, one.encode_prompt("?"), 1, END)
+    call(one, one.encode_prompt("?a.?"), 2, END)
+    call(one, one.encode_prompt("?b"), 1, END)  # begins anew
     assert [len(sample.turns) for sample in one.samples] == [2, 1]
-    longest = call(one, one.prompt("?a.?b.b?"), 2, END)
+    longest = call(one, one.encode_prompt("?a.?b.b?"), 2, END)
     assert len(longest.turns) == 3
     assert one.samples[-1] is longest
 
@@ -114,7 +114,7 @@ def test_a_growing_conversation_is_one_sample_of_exactly_its_tokens(
     one, text, said, asked = record(), "", [], 0
     for number, (user, answer, closed) in enumerate(turns, start=1):
         text += user
-        prompt = one.prompt(text)
+        prompt = one.encode_prompt(text)
         assert TOKENIZER.decode(prompt, skip_special_tokens=False) == text
         ids = [*answer, END] if closed or not answer else answer
         sample = call(one, prompt, *ids, version=number)

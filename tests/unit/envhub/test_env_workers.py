@@ -49,7 +49,7 @@ async def crew(tokenizer: Tokenizer) -> AsyncIterator[EpisodeRunners]:
         max_workers=4,
     )
     yield made
-    pids = [pid for nursery in made.nurseries._nurseries.values() for pid in nursery.living]
+    pids = [pid for pool in made.worker_pools._pools.values() for pid in pool.living]
     await made.close()
     await gone(*pids)
 
@@ -109,10 +109,10 @@ async def test_a_worker_serves_one_episode_after_another(crew: EpisodeRunners, c
     )
     # the same process, and not this one
     assert first.reference == second.reference != str(os.getpid())
-    assert crew.nurseries.living == 1
+    assert crew.worker_pools.living == 1
     both = await asyncio.gather(play(crew, chosen), play(crew, chosen))
     assert both[0].reference != both[1].reference  # a process for each that runs
-    assert crew.nurseries.cpu_s() > 0
+    assert crew.worker_pools.cpu_s() > 0
 
 
 LATE = f"did not return within {STEP_S} s"
@@ -200,7 +200,7 @@ async def test_memory_is_limited_in_it_and_counted_over_all_that_it_started(
     assert alone.startswith("step raised MemoryError")
     assert with_children.startswith("step: the worker process was killed: it took ")
     assert with_children.endswith(f"MiB, the limit is {MEMORY_MIB}")
-    assert crew.nurseries.num_died == 1
+    assert crew.worker_pools.num_died == 1
 
 
 async def test_a_worker_that_has_used_much_is_not_used_again(crew: EpisodeRunners) -> None:
@@ -254,13 +254,13 @@ async def test_a_killed_nursery_costs_its_episodes_and_begins_anew(crew: Episode
     await play(crew, chosen)
     (environment,) = crew.idle["d"]
     assert isinstance(environment, RemoteEnvironment)
-    zygote = crew.nurseries._nurseries["d"]._zygote
-    assert zygote is not None
-    zygote[0].kill()
+    forkserver = crew.worker_pools._pools["d"]._forkserver
+    assert forkserver is not None
+    forkserver[0].kill()
     await gone(environment.pid)  # with its parent
     assert "the worker process died" in await fails(crew, chosen)
     assert (await play(crew, chosen)).trajectory.success
-    assert crew.nurseries.living == 1
+    assert crew.worker_pools.living == 1
 
 
 async def test_episodes_that_are_given_up_leave_no_process(crew: EpisodeRunners) -> None:
@@ -271,7 +271,7 @@ async def test_episodes_that_are_given_up_leave_no_process(crew: EpisodeRunners)
         task.cancel()
     await asyncio.gather(*started, return_exceptions=True)
     async with asyncio.timeout(LONG_S):
-        while crew.nurseries.living:  # noqa: ASYNC110 - a set has no event
+        while crew.worker_pools.living:  # noqa: ASYNC110 - a set has no event
             await asyncio.sleep(0.02)
 
 
@@ -280,10 +280,10 @@ async def test_idle_environments_of_one_domain_make_way_for_another(crew: Episod
         return domain("envhub_bad:Bad", name, max_turns=5, isolation="process")
 
     await asyncio.gather(*(play(crew, named("one")) for _ in range(4)))
-    assert crew.nurseries.living == 4
+    assert crew.worker_pools.living == 4
     await asyncio.gather(*(play(crew, named("two")) for _ in range(4)))
     async with asyncio.timeout(LONG_S):
-        while crew.nurseries.living > 4:  # noqa: ASYNC110 - a set has no event
+        while crew.worker_pools.living > 4:  # noqa: ASYNC110 - a set has no event
             await asyncio.sleep(0.02)
     assert len(crew.idle["two"]) == 4
 
@@ -313,7 +313,7 @@ def test_workers_do_not_outlive_a_hub_that_is_killed(tmp_path: Path) -> None:
         "    await one.constructor()\n"
         "    asyncio.create_task(one.reset(0, 'train', 0))\n"
         "    await asyncio.sleep(1)\n"
-        "    print(one.pid, one._nursery._zygote[0].pid, flush=True)\n"
+        "    print(one.pid, one._pool._forkserver[0].pid, flush=True)\n"
         "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )

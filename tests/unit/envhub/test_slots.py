@@ -89,7 +89,7 @@ def test_the_log_says_what_a_failure_leads_to() -> None:
         slots.offer(job(size=2, least=min_size), 0.0)
         for _ in range(times):
             actions = slots.failed("a", 0, kind, "x")  # type: ignore[arg-type]
-            said.append(slots.what_next("a", 0, actions))
+            said.append(slots.describe_retry("a", 0, actions))
         return said
 
     assert after("generate", 2) == [
@@ -276,8 +276,8 @@ def test_a_poisonous_ticket_closes_unplayed_and_those_behind_it_begin() -> None:
     slots = EpisodeSlots(4, max_retries=0)
     slots.hold(job("a"))
     slots.offer(job("b", size=1), 0.0)
-    assert slots.condemn("a", "deadly") == [CloseTicket("a", "poisonous", "deadly")]
-    assert slots.condemn("a", "deadly") == []
+    assert slots.close_poisonous("a", "deadly") == [CloseTicket("a", "poisonous", "deadly")]
+    assert slots.close_poisonous("a", "deadly") == []
     assert slots.tick(0.0) == [StartEpisode("b", 0, 0)]
 
 
@@ -411,7 +411,7 @@ class SlotsMachine(RuleBasedStateMachine):
         key = data.draw(st.sampled_from(self.held))
         self.held.remove(key)
         if verdict == "poisonous":
-            self.perform(self.slots.condemn(key, "x"))
+            self.perform(self.slots.close_poisonous(key, "x"))
             return
         # a verdict on a ticket that was lost and came again is too late once its group has begun
         if verdict == "suspect" and key in self.open and key not in self.slots.begun:
