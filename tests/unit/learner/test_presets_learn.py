@@ -22,7 +22,7 @@ from learner.config import AlgorithmSection, CriticSection, TrainSection
 
 PRESETS = sorted(
     path.stem
-    for path in (Path(__file__).parents[3] / "rlearner" / "configs" / "algorithm").glob("*.yaml")
+    for path in (Path(__file__).parents[3] / "configs" / "algorithm").glob("*.yaml")
 )
 STEPS, GROUPS, GROUP_SIZE = 14, 6, 6
 

@@ -366,17 +366,12 @@ def dockerfile() -> str:
 
 def test_the_image_has_every_package_and_nothing_else() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    patterns = project["tool"]["setuptools"]["packages"]["find"]["include"]
-    packages = {
-        file.parent.name
-        for pattern in patterns
-        for file in ROOT.glob(f"{pattern}/__init__.py")
-        if file.parent.is_dir()
-    }
+    mapped = project["tool"]["setuptools"]["package-dir"]
+    packages = {*project["tool"]["importlinter"]["root_packages"], *mapped.values()}
     assert set(re.findall(r"^COPY (\w+) /src/\1$", dockerfile(), re.MULTILINE)) == packages
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert next(line for line in ignored if not line.startswith("#")) == "*"
-    files = {"LICENSE", "README.md", "pyproject.toml", "requirements", "deploy"}
+    files = {"LICENSE", "README.md", "pyproject.toml", "setup.py", "requirements", "deploy"}
     assert {line[1:] for line in ignored if line.startswith("!")} == packages | files | {
         "deploy/containers"
     }
