@@ -38,7 +38,10 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 # What a user writes, a run writes, or a package of others brings.
 OTHERS_PATHS: Final = re.compile(r"(my_|runs/|checkpoints/|\./|<|\.venv|/)|.*(/my_|\*|…|<|NAME)")
 # Files that a page tells its reader to write, or a command writes.
-OTHERS_FILES: Final = frozenset({"file.py", "factor.py", "mine.py", "plan.yaml", "lake.yaml"})
+OTHERS_FILES: Final = frozenset(
+    {"file.py", "factor.py", "mine.py", "plan.yaml", "lake.yaml", "digits.yaml"}
+)
+MISSPELLED: Final = frozenset({"train.stepz"})  # a tutorial shows what becomes of it
 SIGNED_TEXT: Final = "rlearner statement"  # begins what an owner signs; no command
 
 WRITTEN_AT_THE_ROOT: Final = frozenset({"runs", "site", "dist", "build", "bundle", "models"})
@@ -259,7 +262,7 @@ def test_settings_on_a_page_exist(page: Path) -> None:
         text = re.sub(r"^\|[^\n]*? \| ", "| ", text, flags=re.MULTILINE)
     if page.name == "README.md":
         text = re.sub(r"^\| \[[^\n]*", "", text, flags=re.MULTILINE)
-    assert unknown_settings(text) == []
+    assert set(unknown_settings(text)) <= MISSPELLED
 
 
 def test_faults_on_a_page_are_found() -> None:
