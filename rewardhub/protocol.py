@@ -11,14 +11,14 @@ from rewardhub.rewards.base import Sample
 
 
 class LoadRewardRequest(msgspec.Struct, frozen=True, tag=True):
-    """Request to load a reward; answered by Done or Failed."""
+    """Request to load a reward; answered by ScoreReply or ScoreFailureReply."""
 
     name: str
     args: dict[str, Any]
 
 
 class ScoreRequest(msgspec.Struct, frozen=True, tag=True):
-    """Request to score one sample; answered by Done or Failed."""
+    """Request to score one sample; answered by ScoreReply or ScoreFailureReply."""
 
     name: str
     args: dict[str, Any]
@@ -26,7 +26,7 @@ class ScoreRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class ScoreReply(msgspec.Struct, frozen=True, tag=True):
-    """Reply with the value: a number or one for each part; None for Load."""
+    """Reply with the value: a number or one for each part; None for LoadRewardRequest."""
 
     value: float | dict[str, float] | None
     spent: bool = False  # the worker has used much of its memory and should be replaced
@@ -38,7 +38,7 @@ class ScoreFailureReply(msgspec.Struct, frozen=True, tag=True):
 
     detail: str
     retry: bool
-    spent: bool = False  # as in Done
+    spent: bool = False  # as in ScoreReply
     trace: str = ""  # traceback of the reward, for the hub's log
 
 
