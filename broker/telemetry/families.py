@@ -54,10 +54,9 @@ class Families:
             family_name = prometheus_name(metric)
             if family_name.name in SUPERSEDED:
                 continue
-            text = f"{family_name.source}, see docs/metrics.md"
             self._add(
                 family_name.name,
-                text,
+                f"{family_name.meaning} ({family_name.source})",
                 {**labels, **dict(family_name.labels)},
                 value * family_name.scale,
                 family_name.is_counter,

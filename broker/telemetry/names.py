@@ -17,53 +17,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+from broker.telemetry.catalogue import match_metric
+
 PREFIX: Final = "rlearner_"
 GIGA: Final = 1e9
 
-# Names with variable parts, which become labels.
-PATTERNS: Final = (
-    "reward/<domain>/mean",
-    "env/domain/<domain>/success_rate",
-    "eval/domain/<domain>/success_rate",
-    "eval/<policy>/domain/<domain>/success_rate",
-    "eval/<policy>/success_rate",
-    "eval/<policy>/reward_mean",
-    "eval/<policy>/actor_ahead",
-    "eval/<policy>/actor_ahead_stderr",
-    "reward_parts/<reward>/mean",
-    "rollout/finished/<reason>",
-    "ticket/closed_<reason>",
-    "queue/<stream>/depth",
-)
-
-# What a process only adds to while it lives; a new process may start below the last one.
-COUNTERS: Final = frozenset(
-    {
-        *(
-            f"ticket/{name}"
-            for name in ("issued", "trained", "filtered", "dropped", "dead", "duplicate", "unknown")
-        ),
-        *(
-            "ticket/closed_<reason>",
-            "off_policy/dropped",
-            "rollout/finished/<reason>",
-            "process/cpu_s",
-        ),
-        *(
-            f"envhub/{name}"
-            for name in ("groups", "closed", "handed_back", "failed_episodes", "generate_retries")
-        ),
-        *("envhub/died_workers", "envhub/tokens"),
-        *(
-            f"rewardhub/{name}"
-            for name in ("groups", "cost", "closed", "handed_back", "retries", "killed_workers")
-        ),
-        "rewardhub/scored_ahead",
-        "broker/server_cpu_s",
-        *("weights/failures", "weights/communicators", "weights/deltas"),
-    }
-)
 NOT_FIGURES: Final = frozenset({"time"})  # when a line was written
+# A hub that is not ours may report names of its own.
+UNDECLARED: Final = "A metric that is not declared"
 
 
 @dataclass(frozen=True)
@@ -75,7 +36,8 @@ class PrometheusName:
         labels: pairs of name and value.
         is_counter: whether the value only grows while a process lives.
         scale: factor from the metric's unit to the base unit.
-        source: name or pattern of the metric.
+        source: its name, or that of its family, as declared.
+        meaning: as declared.
     """
 
     name: str
@@ -83,6 +45,7 @@ class PrometheusName:
     is_counter: bool
     scale: float
     source: str
+    meaning: str
 
     @property
     def sample(self) -> str:
@@ -90,25 +53,23 @@ class PrometheusName:
         return f"{self.name}_total" if self.is_counter else self.name
 
 
-_KIND: Final = re.compile(r"<(\w+)>")
-_COMPILED: Final = [
-    (pattern, re.compile(_KIND.sub(r"(?P<\1>[^/]+)", pattern) + r"\Z")) for pattern in PATTERNS
-]
 _INVALID: Final = re.compile(r"[^a-zA-Z0-9_]")
 
 
 @lru_cache(maxsize=4096)
 def prometheus_name(metric: str) -> PrometheusName:
     """Return the name in Prometheus of a metric such as ``reward/lake/mean``."""
-    source = metric
-    labels = tuple[tuple[str, str], ...]()
-    for pattern, compiled in _COMPILED:
-        if match := compiled.match(metric):
-            source = pattern
-            labels = tuple(match.groupdict().items())
-            break
+    declaration, labels = match_metric(metric)
+    source = declaration.name if declaration is not None and labels else metric
     name, scale = _with_units(_INVALID.sub("_", _without_repetition(source)))
-    return PrometheusName(PREFIX + name, labels, source in COUNTERS, scale, source)
+    return PrometheusName(
+        PREFIX + name,
+        labels,
+        is_counter=declaration is not None and declaration.kind == "counter",
+        scale=scale,
+        source=source,
+        meaning=UNDECLARED if declaration is None else declaration.meaning,
+    )
 
 
 def _without_repetition(source: str) -> str:
