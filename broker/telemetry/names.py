@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
-from broker.telemetry.catalogue import match_metric
+from broker.telemetry.declarations import MetricDeclaration
+from broker.telemetry.run_metrics import RUN_METRICS
 
 PREFIX: Final = "rlearner_"
 GIGA: Final = 1e9
-
 NOT_FIGURES: Final = frozenset({"time"})  # when a line was written
 # A hub that is not ours may report names of its own.
-UNDECLARED: Final = "A metric that is not declared"
+UNDECLARED: Final = "A metric that is not declared."
 
 
 @dataclass(frozen=True)
@@ -34,42 +34,49 @@ class PrometheusName:
     Attributes:
         name: of the family, without the ``_total`` of a counter.
         labels: pairs of name and value.
-        is_counter: whether the value only grows while a process lives.
         scale: factor from the metric's unit to the base unit.
-        source: its name, or that of its family, as declared.
-        meaning: as declared.
+        metric: its declaration.
     """
 
     name: str
     labels: tuple[tuple[str, str], ...]
-    is_counter: bool
     scale: float
-    source: str
-    meaning: str
+    metric: MetricDeclaration
 
     @property
     def sample(self) -> str:
         """Name of the series."""
-        return f"{self.name}_total" if self.is_counter else self.name
+        return f"{self.name}_total" if self.metric.kind == "counter" else self.name
 
 
+_BY_NAME: Final = {metric.name: metric for metric in RUN_METRICS}
+# ``<kind>`` is one part, ``*`` anything; a part that becomes a label goes first.
+_FAMILIES: Final = [
+    (re.compile(re.sub(r"<(\w+)>", r"(?P<\1>[^/]+)", name).replace("*", ".+")), metric)
+    for name, metric in sorted(_BY_NAME.items(), key=lambda item: "*" in item[0])
+    if "<" in name or "*" in name
+]
 _INVALID: Final = re.compile(r"[^a-zA-Z0-9_]")
 
 
 @lru_cache(maxsize=4096)
 def prometheus_name(metric: str) -> PrometheusName:
     """Return the name in Prometheus of a metric such as ``reward/lake/mean``."""
-    declaration, labels = match_metric(metric)
-    source = declaration.name if declaration is not None and labels else metric
-    name, scale = _with_units(_INVALID.sub("_", _without_repetition(source)))
-    return PrometheusName(
-        PREFIX + name,
-        labels,
-        is_counter=declaration is not None and declaration.kind == "counter",
-        scale=scale,
-        source=source,
-        meaning=UNDECLARED if declaration is None else declaration.meaning,
+    declaration, labels = _find_declaration(metric)
+    name, scale = _with_units(
+        _INVALID.sub("_", _without_repetition(declaration.name if labels else metric))
     )
+    return PrometheusName(PREFIX + name, labels, scale, declaration)
+
+
+def _find_declaration(name: str) -> tuple[MetricDeclaration, tuple[tuple[str, str], ...]]:
+    """Return the declaration of a reported metric, and the labels that its name contains."""
+    if (metric := _BY_NAME.get(name)) is not None:
+        return metric, ()
+    for pattern, family in _FAMILIES:
+        if match := pattern.fullmatch(name):
+            return family, tuple(match.groupdict().items())
+    return MetricDeclaration(name, "", (), UNDECLARED), ()
 
 
 def _without_repetition(source: str) -> str:

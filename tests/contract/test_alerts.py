@@ -28,7 +28,9 @@ import chaos_run as chaos
 import promql
 import pytest
 import yaml
+from declared_metrics import differences
 from otlp_receiver import OtlpReceiver, ReceivedSpan
+from prometheus_client.parser import text_string_to_metric_families
 from promql import History, Series, evaluate, parse_scrape
 
 from bench.support.fleet import RunFleet, RunProcess, free_port
@@ -97,6 +99,7 @@ class Observer:
 
     async def scrape(self) -> Series:
         text = await asyncio.to_thread(_read, self.url)
+        assert differences(text_string_to_metric_families(text)) == []
         self.history.scrapes.append(((time.monotonic() - self._began) * PACE, parse_scrape(text)))
         return self.history.scrapes[-1][1]
 
