@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 Kind = Literal["gauge", "counter", "histogram"]
 # ``offline`` stands for supervised fine-tuning, preference training and distillation; ``page`` for
@@ -22,6 +22,7 @@ Unit = Literal[
     "tokens",
     "tokens/s",
     "nats",
+    "version",  # the number of one
     "versions",
     "steps",
     "turns",
@@ -42,6 +43,9 @@ Unit = Literal[
     "transfers",
     "currency",
 ]
+
+# Of the others, the title says enough.
+_AXIS_UNITS: Final = ("versions", "tokens", "tokens/s")
 
 
 @dataclass(frozen=True)
@@ -64,3 +68,8 @@ class MetricDeclaration:
     kind: Kind = "gauge"
     title: str = ""
     labels: tuple[str, ...] = ()
+
+    @property
+    def heading(self) -> str:
+        """Title of a chart, with the unit of its axis."""
+        return f"{self.title} in {self.unit}" if self.unit in _AXIS_UNITS else self.title

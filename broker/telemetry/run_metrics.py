@@ -25,7 +25,7 @@ BOTH_ENDS: Final = (*LEARNER, *ROLLOUT)
 SECTIONS: Final[dict[str, tuple[Metric, ...]]] = {
     "Steps": (
         Metric("step", "steps", (*LEARNER, *OFFLINE), "Steps that are completed.", title="Step"),
-        Metric("policy_version", "versions", LEARNER, "Policy version; the number of its step."),
+        Metric("policy_version", "version", LEARNER, "Policy version; the number of its step."),
         Metric("time", "unix seconds", (*LEARNER, *OFFLINE), "When the line was written."),
         Metric("trainer/idle_ratio", "share", LEARNER,
                "Share of the step in which the learner neither trained nor copied weights.",
@@ -96,7 +96,8 @@ SECTIONS: Final[dict[str, tuple[Metric, ...]]] = {
                "Groups that came and are not trained yet."),
         Metric("off_policy/length_bias", "", ENVHUB,
                "Mean length of the episodes that groups are made of, divided by the mean of all; "
-               "aborted ones count with their expected length. 1 without early ends of groups."),
+               "aborted ones count with their expected length. 1 without early ends of groups.",
+               title="Length bias of kept episodes"),
     ),
     "Evaluation": (
         Metric("eval/success_rate", "share", LEARNER,
@@ -109,9 +110,9 @@ SECTIONS: Final[dict[str, tuple[Metric, ...]]] = {
         Metric("eval/num_episodes", "episodes", LEARNER,
                "Episodes of the evaluation with a result."),
         Metric("eval/num_closed", "tickets", LEARNER, "Tickets of the evaluation that failed."),
-        Metric("eval/policy_version_min", "versions", LEARNER,
+        Metric("eval/policy_version_min", "version", LEARNER,
                "Oldest version that was evaluated."),
-        Metric("eval/policy_version_max", "versions", LEARNER,
+        Metric("eval/policy_version_max", "version", LEARNER,
                "Newest version that was evaluated."),
         Metric("eval/avg@*", "share", LEARNER,
                "Mean share of right tries of a task tried n times."),
@@ -218,10 +219,10 @@ SECTIONS: Final[dict[str, tuple[Metric, ...]]] = {
                 ("unknown", "Records without a ticket, which were refused", ""),
             )
         ),
-        Metric("ticket/open", "tickets", LEARNER, "Tickets without an end.", title="Open"),
+        Metric("ticket/open", "tickets", LEARNER, "Tickets without an end.", title="Open tickets"),
         Metric("ticket/closed_<reason>", "tickets", LEARNER,
                "Tickets that were closed for a reason.",
-               kind="counter"),
+               kind="counter", title="Failed groups by reason"),
         Metric("queue/<stream>/depth", "messages", LEARNER,
                "Messages that are not acknowledged; of samples, those that are not read."),
     ),
@@ -263,7 +264,7 @@ SECTIONS: Final[dict[str, tuple[Metric, ...]]] = {
         Metric("turns/wake_seconds", "seconds", ROLLOUT, "Duration of waking up, the last time."),
     ),
     "Transfer of weights": (
-        Metric("weights/version", "versions", BOTH_ENDS,
+        Metric("weights/version", "version", BOTH_ENDS,
                "Newest version offered, or served; -1 none."),
         Metric("weights/seconds", "seconds", BOTH_ENDS, "Duration of the newest transfer.",
                title="Time of a weight transfer"),
@@ -283,7 +284,7 @@ SECTIONS: Final[dict[str, tuple[Metric, ...]]] = {
                "Duration of copying the newest version out of training."),
         Metric("weights/digest_seconds", "seconds", LEARNER,
                "Duration of computing the digest of the newest version."),
-        Metric("weights/snapshot_version", "versions", LEARNER,
+        Metric("weights/snapshot_version", "version", LEARNER,
                "Newest version written as a snapshot."),
         Metric("weights/snapshot_seconds", "seconds", LEARNER,
                "Duration of writing that snapshot."),
@@ -340,7 +341,7 @@ SECTIONS: Final[dict[str, tuple[Metric, ...]]] = {
                "Worker processes that were killed.",
                kind="counter"),
         Metric("process/cpu_s", "seconds", (*ENVHUB, *REWARDHUB),
-               "Processor time of the hub and its workers.", kind="counter"),
+               "Processor time of the hub and its workers.", kind="counter", title="Processor time"),
     ),
     "Hosts": (
         Metric("disk/free_bytes", "bytes", (*LEARNER, *BROKER),
