@@ -45,7 +45,7 @@ Unit = Literal[
 ]
 
 # Of the others, the title says enough.
-_AXIS_UNITS: Final = ("versions", "tokens", "tokens/s")
+_AXIS_UNITS: Final = ("versions", "tokens")
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class MetricDeclaration:
             Prometheus sees. ``<domain>`` is a part that becomes the label ``domain`` there, ``*`` a
             part that stays in the name.
         sources: the processes that report it.
-        title: a few words for a chart or a tile of the console; empty if none shows it.
+        title: a few words in lower case for charts, tiles and columns; empty if none shows it.
         labels: of one that only Prometheus sees.
     """
 
@@ -72,4 +72,5 @@ class MetricDeclaration:
     @property
     def heading(self) -> str:
         """Title of a chart, with the unit of its axis."""
-        return f"{self.title} in {self.unit}" if self.unit in _AXIS_UNITS else self.title
+        unit = f" in {self.unit}" if self.unit in _AXIS_UNITS else ""
+        return f"{self.title[:1].upper()}{self.title[1:]}{unit}"

@@ -69,6 +69,11 @@ def prometheus_name(metric: str) -> PrometheusName:
     return PrometheusName(PREFIX + name, labels, scale, declaration)
 
 
+def find_metric(name: str) -> MetricDeclaration:
+    """Return the declaration of a reported metric; one without a title if there is none."""
+    return prometheus_name(name).metric
+
+
 def _find_declaration(name: str) -> tuple[MetricDeclaration, tuple[tuple[str, str], ...]]:
     """Return the declaration of a reported metric, and the labels that its name contains."""
     if (metric := _BY_NAME.get(name)) is not None:
