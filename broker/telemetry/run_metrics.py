@@ -364,13 +364,17 @@ SECTIONS: Final[dict[str, tuple[Metric, ...]]] = {
         Metric("eval/loss", "nats", OFFLINE, "Loss of the held-out rows.", title="held-out loss"),
         Metric("eval/perplexity", "", OFFLINE, "Exponential of the loss of the held-out rows."),
         *(
-            Metric(f"{part}/{name}", unit, OFFLINE, f"{text}; {rows} pairs.")
+            metric
             for part, rows in (("train", "trained"), ("eval", "held-out"))
-            for name, unit, text in (
-                ("accuracy", "share", "Share of the pairs in which the chosen response is ahead"),
-                ("reward_margin", "nats", "Mean lead of the chosen response's implicit reward"),
-                ("chosen_reward", "nats", "Mean implicit reward of the chosen responses"),
-                ("rejected_reward", "nats", "Mean implicit reward of the rejected responses"),
+            for metric in (
+                Metric(f"{part}/accuracy", "share", OFFLINE,
+                       f"Share of the {rows} pairs in which the chosen response is ahead."),
+                Metric(f"{part}/reward_margin", "nats", OFFLINE,
+                       f"Mean lead of the chosen response's implicit reward, {rows} pairs."),
+                Metric(f"{part}/chosen_reward", "nats", OFFLINE,
+                       f"Mean implicit reward of the chosen responses, {rows} pairs."),
+                Metric(f"{part}/rejected_reward", "nats", OFFLINE,
+                       f"Mean implicit reward of the rejected responses, {rows} pairs."),
             )
         ),
     ),

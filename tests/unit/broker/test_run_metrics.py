@@ -1,4 +1,4 @@
-"""Names of metrics in Prometheus: one rule, and no two of ours are the same."""
+"""Declared metrics: their names in Prometheus follow one rule, and no two are the same."""
 
 from __future__ import annotations
 
