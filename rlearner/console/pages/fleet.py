@@ -114,9 +114,6 @@ def process_rows(view: BrokerView) -> list[dict[str, Any]]:
     """Return the table of the processes."""
     rows = []
     for presence in view.processes:
-        metrics = view.metrics.get(f"{presence.role}.{presence.id}")
-        values = metrics.values if metrics is not None else {}
-        memory = values.get("process/memory_bytes", values.get("process/rss_bytes"))
         state = "asleep" if presence.asleep else presence.state
         rows.append({
             "key": f"{presence.role}.{presence.id}", "process": display_name(presence.role, presence.id),
@@ -125,7 +122,7 @@ def process_rows(view: BrokerView) -> list[dict[str, Any]]:
             "busy": f"{presence.running}/{presence.slots}" if presence.slots else str(presence.running), "busy_sort": presence.running,
             "waiting": presence.waiting, "speed": round(presence.speed) if presence.speed else None,
             "idle": f"{presence.idle_ratio:.0%}" if presence.idle_ratio >= 0 else None, "idle_sort": presence.idle_ratio,
-            "memory": f"{memory / 2**20:,.0f} MiB" if memory else _memory(presence), "host": presence.host, "pid": str(presence.pid),
+            "memory": _memory(presence), "host": presence.host, "pid": str(presence.pid),
             "serves": f"{presence.engine}, policy {presence.policy}" if presence.role == "rollout" else ", ".join(presence.serves),
             "trouble": visible(presence.problem or presence.said) or None,
             "trouble_tone": "bad" if presence.problem or " ERROR " in presence.said else "warn" if presence.said else "",

@@ -23,7 +23,7 @@ from broker.contract.permissions import JOINING
 from broker.contract.streams import GENERATE, STREAMS, WEIGHTSYNC
 from broker.settings.runspec import load, section, validate
 from broker.system.entry import EXIT_STOPPED, EXIT_USER_ERROR
-from broker.telemetry.families import QUEUE_DEPTH
+from broker.telemetry.page_metrics import PAGE_METRICS
 from envhub.cli import parser as envhub_parser
 from learner.config import TrainSection
 from rewardhub.cli import parser as rewardhub_parser
@@ -301,7 +301,7 @@ def test_hubs_follow_queues_that_the_exporter_reports() -> None:
                 r'sum\((\w+)\{run="main", stream="(\w+)"\}\)', trigger["metadata"]["query"]
             )
             assert found is not None
-            assert found[1] == f"rlearner_{QUEUE_DEPTH}"
+            assert "subject" in PAGE_METRICS[found[1].removeprefix("rlearner_")].labels
             assert streams[found[2]].reads(scaled["spec"]["scaleTargetRef"]["name"])
 
 
