@@ -4,47 +4,26 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from pydantic import PositiveFloat, PositiveInt
-
 from broker.errors import ConfigError
-from broker.settings.config import Section
+from broker.settings.schema.hubs import EnvhubSection
 from rlearner_text.model_checks import check_trained_model
 
 if TYPE_CHECKING:
     from envhub.domain import Domain
     from rlearner_text.tokenizer import Tokenizer
 
+__all__ = [
+    "EVAL_TASKS",
+    "EnvhubSection",
+    "check",
+    "check_templates",
+    "data_digests",
+    "domain_eval_tasks",
+    "num_eval_tasks",
+]
+
 # per domain, if `eval.tasks` is null and every domain has as many
 EVAL_TASKS: Final = 256
-
-
-class EnvhubSection(Section):
-    """Settings of an environment hub; the domains have their own section."""
-
-    harmless = (
-        "n", "step_timeout_s", "episode_timeout_s", "generate_timeout_s", "min_tokens_per_s",
-        "max_retries", "max_hung_threads", "broken_after", "score_wait_s", "drain_timeout_s",
-    )  # fmt: skip
-
-    n: PositiveInt = 64  # environments running at once
-    step_timeout_s: PositiveFloat = 30.0  # one reset or step
-    episode_timeout_s: PositiveFloat | None = None  # null: derived, see broker.settings.timeouts
-    # one turn, retries included; null: derived from the next one
-    generate_timeout_s: PositiveFloat | None = None
-    min_tokens_per_s: PositiveFloat = 10.0  # what a loaded server still samples for one request
-    max_retries: PositiveInt = 3  # of one turn on other servers, and of one episode after an error
-    # of one environment in a worker process; None: no limit
-    worker_memory_mib: PositiveInt | None = 2048
-    # environment variables of the hub that environments and agents get, secret ones too
-    pass_env: tuple[str, ...] = ()
-    # a hub that has lost this many threads in environments exits
-    max_hung_threads: PositiveInt = 256
-    # failed tickets of a domain in a row (at most those played at once, at least 2), after which it
-    # waits for a good trial
-    broken_after: PositiveInt = 5
-    # how long a complete group waits for scores that reward hubs are computing
-    score_wait_s: PositiveFloat = 10.0
-    drain_timeout_s: PositiveFloat = 30.0
 
 
 def check(config: dict[str, Any]) -> None:

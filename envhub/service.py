@@ -27,13 +27,10 @@ from broker.errors import ConfigError, RlearnerError, UserError, described
 from broker.jetstream.bus import Delivery
 from broker.runtime.process import Member, Stop, join
 from broker.runtime.work_health import WorkHealth
-from broker.settings.config import BrokerSection
-from broker.settings.runspec import section
 from broker.settings.timeouts import seconds
 from broker.system.batch_job import batch_job
 from broker.system.process_identity import this_process
 from broker.system.workers.fault import TracebackLog
-from envhub.config import EnvhubSection
 from envhub.domain import Domain, load_domains
 from envhub.episodes.rerun import TicketReruns
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
@@ -97,7 +94,8 @@ class EnvironmentHub:
         self, member: Member, model_path: str, *, n: int | None = None, names: Iterable[str] = ()
     ) -> None:
         config = member.spec.config
-        self.settings = section(config, "envhub", EnvhubSection)
+        self.run_settings = member.settings
+        self.settings = member.settings.envhub
         self.member = member
         self.spec = member.spec
         self._names = list(names)
@@ -106,9 +104,7 @@ class EnvironmentHub:
             domain.check()
             sandboxed.require(domain)
         tokenizer = Tokenizer.of_run(model_path, config)
-        self.client = carriers.make_client(
-            section(config, "broker", BrokerSection).channel, member.bus
-        )
+        self.client = carriers.make_client(member.settings.broker.channel, member.bus)
         context = max(domain.section.max_context_tokens for domain in self.domains.values())
         self.servers = ServerRoster(
             member.bus,
@@ -196,7 +192,7 @@ class EnvironmentHub:
     def _feed(self, stream: Stream, domain: str) -> TicketFeed:
         group_size = self.domains[domain].section.group_size
         if stream is EVALTICKETS:
-            group_size = (self.spec.config.get("eval") or {}).get("group_size", 1)
+            group_size = self.run_settings.eval.group_size
         return TicketFeed(
             self.member,
             self.queue_turns,
@@ -285,6 +281,7 @@ class EnvironmentHub:
     def _follow_spec(self) -> None:
         """Adopt a new epoch: versions may be lower, and settings and domains other ones."""
         self.spec = self.member.spec
+        self.run_settings = self.member.settings
         # a run that resumed may be at a lower version than before
         self.slots.version = -1
         domains = load_domains(self.spec.config)
@@ -387,7 +384,7 @@ class EnvironmentHub:
                 time.time(),
                 deliveries=delivery.num_delivered,
             )
-        drop_late = (self.spec.config.get("train") or {}).get("on_late") == "drop"
+        drop_late = self.run_settings.train.on_late == "drop"
         self._in_hand[key] = ticket
         job = ticket_assignment.job(
             delivery.num_delivered,
@@ -479,7 +476,7 @@ class EnvironmentHub:
         )
 
     async def _play(self, key: str, ticket: InHand, episode: int, name: str) -> None:
-        groups_per_step = (self.spec.config.get("train") or {}).get("groups_per_step", 0)
+        groups_per_step = self.run_settings.train.groups_per_step
         step = ticket.assignment.step(groups_per_step)
         episode_task = task(ticket.assignment, ticket.domain, episode, name, step=step)
 

@@ -7,30 +7,18 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pydantic import PositiveFloat, PositiveInt
-
 from broker.errors import ConfigError, UserError
-from broker.settings.config import DomainSection, RewardConfig, Section, num_greedy
+from broker.settings.config import DomainSection, RewardConfig, num_greedy
+from broker.settings.schema.hubs import RewardhubSection
 
-
-class RewardhubSection(Section):
-    """Settings of a reward hub."""
-
-    harmless = (
-        "workers", "timeout_s", "max_retries", "max_groups", "broken_after", "drain_timeout_s",
-    )  # fmt: skip
-
-    workers: PositiveInt = 2  # worker processes
-    timeout_s: PositiveFloat = 10.0  # one score
-    max_retries: PositiveInt = 2  # of one score after a timeout, a crash or an error
-    # of one worker process, beyond what its rewards load; None: no limit
-    worker_memory_mib: PositiveInt | None = 4096
-    # environment variables of the hub that rewards get, secret ones too
-    pass_env: tuple[str, ...] = ()
-    max_groups: PositiveInt = 16  # groups in progress at once
-    # failed groups of a pool in a row; the hub then takes none until a trial succeeds
-    broken_after: PositiveInt = 5
-    drain_timeout_s: PositiveFloat = 30.0
+__all__ = [
+    "RewardhubSection",
+    "all_pools",
+    "check",
+    "longest_scoring_s",
+    "pools_of_kinds",
+    "reward_labels",
+]
 
 
 def check(config: dict[str, Any]) -> None:

@@ -30,10 +30,9 @@ from broker.nats.subscription import LinkSubscription
 from broker.runtime.process import Member, Stop, join
 from broker.runtime.work_health import WorkHealth
 from broker.settings.config import RewardConfig
-from broker.settings.runspec import domains, section
 from broker.system import gpus
 from broker.system.batch_job import batch_job
-from rewardhub.config import RewardhubSection, all_pools, pools_of_kinds
+from rewardhub.config import all_pools, pools_of_kinds
 from rewardhub.metrics import RewardhubMetrics
 from rewardhub.pool_trials import PoolTrials
 from rewardhub.routing import CloseAction, ForwardAction, GroupScoring, find_refusal
@@ -99,8 +98,8 @@ class RewardhubService:
         self.member = member
         self.bus = member.bus
         self.spec = member.spec
-        self.settings = section(self.spec.config, "rewardhub", RewardhubSection)
-        self.domains = domains(self.spec.config)
+        self.settings = member.settings.rewardhub
+        self.domains = self.member.settings.domains
         if pools and kinds:
             raise UserError("--pools and --rewards exclude each other; give one of them")
         self._chosen = list(pools), list(kinds)
@@ -258,7 +257,7 @@ class RewardhubService:
         if self.member.spec is self.spec:
             return
         self.spec = self.member.spec
-        self.domains = domains(self.spec.config)
+        self.domains = self.member.settings.domains
         present, (pools, kinds) = all_pools(self.domains), self._chosen
         named_pools = [pool for pool in pools if pool in present]
         serving_pools = (

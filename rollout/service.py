@@ -26,8 +26,9 @@ from broker.contract.wire import ACTOR
 from broker.errors import UserError
 from broker.runtime import process
 from broker.runtime.shared_devices import SharedDevices, sharing
-from broker.settings import registry, runspec
-from broker.settings.config import BrokerSection
+from broker.settings import registry
+from broker.settings.run_settings import RunSettings
+from broker.settings.schema.model import ModelSection
 from broker.system import gpus
 from broker.system.batch_job import batch_job
 from broker.system.devices import device_names
@@ -112,15 +113,15 @@ async def _serve(
     """
     if section.model_path is not None:
         await asyncio.to_thread(check_model_path, section.model_path, "rollout.model_path")
+    settings = RunSettings.of_config(spec.config)
     model = await local_model(member.bus, spec)
     config = replace(
-        _engine_config(spec, section, model), device=device, shares_device=bool(shared)
+        _engine_config(settings.model, section, model), device=device, shares_device=bool(shared)
     )
     engine_class: type[Engine] = await asyncio.to_thread(
         registry.resolve, "engines", section.engine, ENGINES
     )
-    loopback = runspec.section(spec.config, "broker", BrokerSection).bind
-    bind = listening_address(*listen, member.bus.link.url, loopback)
+    bind = listening_address(*listen, member.bus.link.url, settings.broker.bind)
     if shared:
         refuse_sleepless(section.engine)
     engine = engine_class(config)
@@ -140,28 +141,27 @@ def _built_from(spec: wire.RunSpec) -> tuple[object, ...]:
     """Return the parts of a RunSpec that a server reads at startup; it must restart when they
     change.
     """
-    broker, train = (spec.config.get(name) or {} for name in ("broker", "train"))
-    weights = [train.get(name) for name in ("weights_bucket_mib", "weights_dtype")]
-    sections = [spec.config.get(name) for name in ("model", "rollout")]
+    settings = RunSettings.of_config(spec.config)
     return (
         spec.model_path,
         spec.model_files,
-        *sections,
-        broker.get("channel"),
-        broker.get("bind"),
-        weights,
+        settings.model,
+        settings.rollout,
+        settings.broker.channel,
+        settings.broker.bind,
+        settings.train.weights_bucket_mib,
+        settings.train.weights_dtype,
     )
 
 
-def _engine_config(spec: wire.RunSpec, section: RolloutSection, local: LocalModel) -> EngineConfig:
-    model = spec.config.get("model") or {}
+def _engine_config(model: ModelSection, section: RolloutSection, local: LocalModel) -> EngineConfig:
     return EngineConfig(
         model_path=section.model_path or local.path,
         has_weights=section.model_path is not None or local.has_weights,
         section=section,
-        dtype=section.dtype or model.get("dtype", "float32"),
-        trust_remote_code=model.get("trust_remote_code", False),
-        chat_template=model.get("chat_template"),
+        dtype=section.dtype or model.dtype,
+        trust_remote_code=model.trust_remote_code,
+        chat_template=model.chat_template,
     )
 
 
@@ -212,7 +212,8 @@ class RolloutService:
         self._spec = spec
         self._section = section
         self._engine = engine
-        self._broker = runspec.section(spec.config, "broker", BrokerSection)
+        self._settings = RunSettings.of_config(spec.config)
+        self._broker = self._settings.broker
         bind = self._broker.bind if bind is None else bind
         self._channel = carriers.make_server(self._broker.channel, member.bus, member.id, bind=bind)
         self._receiver: WeightReceiver | None = None
@@ -356,18 +357,16 @@ class RolloutService:
         from rollout.http import prepare_http, served_model
 
         served = served_model(self._engine, self._section, self._model.path, self._state)
-        model = self._spec.config.get("model") or {}
+        model = self._settings.model
         bind = self._section.http_bind or self._broker.bind
-        trust = model.get("trust_remote_code", False)
-        template = model.get("chat_template")
         return await prepare_http(
             self.handle,
             served,
             self._section,
             bind=bind,
             port=port,
-            trust_remote_code=trust,
-            chat_template=template,
+            trust_remote_code=model.trust_remote_code,
+            chat_template=model.chat_template,
         )
 
     async def _follow_weights(self) -> None:
@@ -375,14 +374,14 @@ class RolloutService:
         from broker.weights.receiver.receive import WeightReceiver
         from rollout.engine_workers import engine_workers
 
-        train = self._spec.config.get("train") or {}
+        train = self._settings.train
         self._receiver = WeightReceiver(
             self._member.bus,
             self._member.id,
             self._engine.weights(),
             self._load,
-            bucket_mib=train.get("weights_bucket_mib", 32.0),
-            dtype=train.get("weights_dtype"),
+            bucket_mib=train.weights_bucket_mib,
+            dtype=train.weights_dtype,
             kept=getattr(self._engine, "keeps_tensors", False),
             first=self._first_weights,
             snapshots=self._snapshots,
@@ -442,7 +441,9 @@ class RolloutService:
         from rollout.engines.hf.weights import HeldWeights
 
         return HeldWeights(
-            load_model(_engine_config(self._spec, self._section, self._model), device("cpu"))
+            load_model(
+                _engine_config(self._settings.model, self._section, self._model), device("cpu")
+            )
         ).tensors(), True
 
     async def _load(self, tensors: Mapping[str, Tensor], offer: wire.WeightsOffer) -> None:

@@ -19,8 +19,7 @@ from broker.runtime.announce import Announcer
 from broker.runtime.figures import ProcessFigures
 from broker.runtime.health import Health, Report, report_of
 from broker.runtime.spans import SpanRecorder
-from broker.settings.config import TelemetrySection
-from broker.settings.runspec import section
+from broker.settings.run_settings import RunSettings
 from broker.system.recent_warning import RecentWarning
 from broker.telemetry.traces import open_traces
 
@@ -89,13 +88,21 @@ class Member:
     _text: Callable[[], dict[str, str]] = dict
     _said: RecentWarning = field(default_factory=RecentWarning)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+    _settings: tuple[wire.RunSpec, RunSettings] | None = None
     _failure: BaseException | None = None
 
     def __post_init__(self) -> None:
         self.stop.figures.bus = self.bus
-        every = section(self.spec.config, "telemetry", TelemetrySection).traces
+        every = self.settings.telemetry.traces
         self.spans.traces = open_traces(every, self.bus.run, self.role, self.id)
         self.follow(self.desired, "")
+
+    @property
+    def settings(self) -> RunSettings:
+        """The run's settings in the newest RunSpec."""
+        if self._settings is None or self._settings[0] is not self.spec:
+            self._settings = (self.spec, RunSettings.of_config(self.spec.config))
+        return self._settings[1]
 
     @property
     def paused(self) -> bool:

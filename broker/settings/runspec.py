@@ -26,6 +26,7 @@ from broker.errors import ConfigError, Fenced, UserError, WireError
 from broker.jetstream.bus import Bus
 from broker.settings import derived
 from broker.settings.config import DomainSection, Section
+from broker.settings.run_settings import section_types
 from broker.settings.secret import refuse_literal
 from broker.settings.sections import parse, unknown
 from broker.system.reminders import Reminders
@@ -67,25 +68,10 @@ def _as_configured(config: dict[str, Any]) -> dict[str, Any]:
     return derived.release(checked, _attribute(SCORING)(checked))
 
 
-# section -> pydantic model, imported late so that no role needs another's code; `domains` maps
-# names to DomainSection
+# section -> pydantic model; `domains` maps names to DomainSection
 SECTIONS: Final[dict[str, str]] = {
-    "run": "broker.settings.config:RunSection",
-    "broker": "broker.settings.config:BrokerSection",
-    "domains": "broker.settings.config:DomainSection",
-    "model": "rlearner_text.config:ModelSection",
-    "train": "learner.config:TrainSection",
-    "algorithm": "learner.config:AlgorithmSection",
-    "warm_start": "learner.config:WarmStartSection",
-    "eval": "learner.config:EvalSection",
-    "checkpoint": "learner.config:CheckpointSection",
-    "samples": "learner.config:SamplesSection",
-    "trackers": "learner.config:TrackersSection",
-    "telemetry": "broker.settings.config:TelemetrySection",
-    "failures": "learner.config:FailuresSection",
-    "rollout": "rollout.config:RolloutSection",
-    "envhub": "envhub.config:EnvhubSection",
-    "rewardhub": "rewardhub.config:RewardhubSection",
+    name: f"{section_type.__module__}:{section_type.__name__}"
+    for name, section_type in section_types().items()
 }
 
 # sections of other configurations than a run's, the most specific first, and the command for them

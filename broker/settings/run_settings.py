@@ -1,0 +1,86 @@
+"""All settings of a run, typed: a section per attribute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pydantic import Field
+
+from broker.settings.config import (
+    BrokerSection,
+    DomainSection,
+    RunSection,
+    Section,
+    TelemetrySection,
+)
+from broker.settings.schema.algorithm import AlgorithmSection
+from broker.settings.schema.evaluation import EvalSection, WarmStartSection
+from broker.settings.schema.hubs import EnvhubSection, RewardhubSection
+from broker.settings.schema.model import ModelSection
+from broker.settings.schema.records import (
+    CheckpointSection,
+    FailuresSection,
+    SamplesSection,
+    TrackersSection,
+)
+from broker.settings.schema.serving import RolloutSection
+from broker.settings.schema.training import TrainSection
+
+
+class RunSettings(Section):
+    """The settings of a run; a section that the configuration leaves out has its defaults.
+
+    A RunSpec carries them as plain values, see ``of_config``.
+    """
+
+    run: RunSection = RunSection()
+    broker: BrokerSection = BrokerSection()
+    domains: dict[str, DomainSection] = Field(default_factory=dict)
+    model: ModelSection = ModelSection()
+    train: TrainSection = TrainSection()
+    algorithm: AlgorithmSection = AlgorithmSection()
+    warm_start: WarmStartSection = WarmStartSection()
+    eval: EvalSection = EvalSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    samples: SamplesSection = SamplesSection()
+    trackers: TrackersSection = TrackersSection()
+    telemetry: TelemetrySection = TelemetrySection()
+    failures: FailuresSection = FailuresSection()
+    rollout: RolloutSection = RolloutSection()
+    envhub: EnvhubSection = EnvhubSection()
+    rewardhub: RewardhubSection = RewardhubSection()
+
+    @classmethod
+    def of_config(cls, values: Mapping[str, Any]) -> Self:
+        """Return the settings in a validated configuration, as a RunSpec or a folder has it.
+
+        Settings that this version does not know are left out: hubs and servers are upgraded before
+        the learner, and a run's folder may be older than the program.
+
+        Raises:
+            pydantic.ValidationError: if a value is not allowed.
+        """
+        known = {}
+        for name, section_type in section_types().items():
+            if (section := values.get(name)) is None:
+                continue
+            if name == "domains":
+                known[name] = {
+                    key: _known_values(entry, section_type) for key, entry in section.items()
+                }
+            else:
+                known[name] = _known_values(section, section_type)
+        return cls.model_validate(known)
+
+
+def section_types() -> dict[str, type[Section]]:
+    """Return the class of every section by its name, of ``domains`` that of each domain."""
+    types: dict[str, Any] = {
+        name: field.annotation for name, field in RunSettings.model_fields.items()
+    }
+    return types | {"domains": DomainSection}
+
+
+def _known_values(values: Mapping[str, Any], section_type: type[Section]) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key in section_type.model_fields}

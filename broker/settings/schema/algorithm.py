@@ -1,0 +1,131 @@
+"""The section ``algorithm``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    model_validator,
+)
+
+from broker.settings.config import Section
+
+Share = Annotated[float, Field(ge=0, le=1)]
+AggregationMode = Literal[
+    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+
+
+class RewardNormalization(Section):
+    """Normalization of rewards before the estimator; off if both types are null."""
+
+    # same ticket, first anchor, domain; all
+    grouping: Literal["traj_group_id", "state", "inductive", "batch"] = "traj_group_id"
+    norm_mean_type: Literal["group", "batch"] | None = None  # which mean is subtracted
+    norm_std_type: Literal["group", "batch"] | None = None  # which standard deviation divides
+
+
+class CriticSection(Section):
+    """Value model of the policy's architecture, trained with it."""
+
+    enabled: bool = False
+    lr: PositiveFloat = 1e-5
+    weight_decay: NonNegativeFloat = 0.0
+    max_grad_norm: NonNegativeFloat = 1.0  # 0 is off
+    # values move at most this far from those at the step's start; null: no limit
+    clip: PositiveFloat | None = 0.2
+    warmup_steps: NonNegativeInt = 0  # steps that train only the critic
+
+
+class AlgorithmSection(Section):
+    """Options of the gradient: advantages, loss, corrections, KL, filters."""
+
+    adv_estimator: str = "grpo"  # a name of the registry in learner/algorithm/advantages
+    norm_std: bool = True  # divide by the group's standard deviation
+    # discount: per sampled token, in gigpo per turn
+    gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
+    # gigpo: weight of the step's advantage relative to the episode's
+    step_advantage_w: NonNegativeFloat = 1.0
+    # gigpo: least similarity of observations of one state
+    anchor_similarity: Annotated[float, Field(gt=0, le=1)] = 1.0
+    reward_normalization: RewardNormalization = RewardNormalization()
+    reward_clip: PositiveFloat | None = None  # clips rewards to [-x, x], after normalization
+    format_penalty: NonNegativeFloat = 0.0  # subtracted for each turn that parsed to no action
+    # tokens before overlong_length over which the penalty grows; 0 is off
+    overlong_buffer: NonNegativeInt = 0
+    # sampled tokens of a trajectory at which the penalty is full
+    overlong_length: PositiveInt | None = None
+    overlong_factor: PositiveFloat = 1.0
+    # truncated samples count in their group's mean, but are not trained on
+    mask_truncated: bool = False
+    whiten_advantages: bool = False  # over the trained tokens of the step
+    advantage_clip: PositiveFloat | None = None  # clips advantages to [-x, x], after whitening
+    # starpo_s: groups of a step that are trained on
+    keep_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25
+    pg_variant: str = "ppo"  # a name of the registry in learner/algorithm/losses
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    clip_high: Annotated[float, Field(ge=0)] = 0.2
+    dual_clip: PositiveFloat | None = None
+    # topr: level of the tapered ratio
+    importance_sampling_level: Literal["sequence", "token"] = "sequence"
+    correction: str = "none"  # a name of the registry in learner/algorithm/corrections
+    # level of the bounded ratio
+    correction_level: Literal["token", "sequence", "geometric"] = "token"
+    correction_low: NonNegativeFloat = 0.5  # icepop, mis: ratios below are masked
+    # ratios above are truncated (tis, decoupled) or masked (icepop, mis)
+    correction_high: PositiveFloat = 2.0
+    # decoupled: applied to ratios above correction_high
+    correction_mode: Literal["truncate", "mask"] = "truncate"
+    # mis: level of the mask; null: correction_level
+    mis_mask_level: Literal["token", "sequence", "geometric"] | None = None
+    # k1 bounds the ratio, k2 and k3 the divergence by correction_high
+    mis_estimator: Literal["k1", "k2", "k3"] = "k1"
+    # nats per token; bad sequences further than this from the policy are masked
+    opsm_delta: NonNegativeFloat = 1e-4
+    # source of the logprobs at the step's start
+    prox_logp_method: Literal["recompute", "interpolate"] = "recompute"
+    num_epochs: PositiveInt = 1  # passes over a step's samples
+    num_minibatches: PositiveInt = 1  # updates of one pass
+    # makes minibatches equally large; null: they need not be
+    batch_adjust: Literal["copy", "delete", "auto", "random_sample"] | None = None
+    loss_agg_mode: AggregationMode = "token-mean"  # pg_variant gspo: seq-mean-token-mean
+    kl_coef: NonNegativeFloat = 0.0  # 0: no reference model is loaded
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_placement: Literal["loss", "reward"] = "loss"
+    # nats per token; the coefficient starts at kl_coef and adapts to it
+    kl_target: PositiveFloat | None = None
+    kl_horizon: PositiveFloat = 10000.0  # sequences over which it adapts
+    entropy_coef: NonNegativeFloat = 0.0
+    critic: CriticSection = CriticSection()
+    filter_zero_variance: bool = False  # dynamic sampling: such groups are filtered and replaced
+    # a filter of learner/algorithm/filters, or your function: rejected groups are replaced
+    group_filter: str = ""
+    # least and largest share of successes: other groups are filtered and replaced; null: off
+    pass_rate: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = None
+    close_early: bool = False  # hubs end a group as soon as pass_rate is certain to filter it
+    # beyond this bound groups are trained unfiltered
+    max_replacements_per_step: NonNegativeInt = 64
+
+    @model_validator(mode="before")
+    @classmethod
+    def _aggregate_as_the_loss_does(cls, values: Any) -> Any:
+        """Average as GSPO does unless the mode is set (Zheng et al., arXiv 2507.18071)."""
+        if isinstance(values, dict) and values.get("pg_variant") == "gspo":
+            return {"loss_agg_mode": "seq-mean-token-mean"} | values
+        return values
+
+
+def num_updates(algorithm: AlgorithmSection) -> int:
+    """Return the number of optimizer updates per step."""
+    return algorithm.num_epochs * algorithm.num_minibatches
+
+
+def kl_in_reward(algorithm: AlgorithmSection) -> bool:
+    """Return whether rewards depend on the divergence from the reference."""
+    return algorithm.kl_coef > 0 and algorithm.kl_placement == "reward"

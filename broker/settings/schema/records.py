@@ -1,0 +1,54 @@
+"""The sections ``checkpoint``, ``samples``, ``trackers`` and ``failures``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+
+from broker.settings.config import Section
+
+
+class CheckpointSection(Section):
+    """When checkpoints are taken, and how many are kept."""
+
+    every_steps: NonNegativeInt = 0  # at multiples of this step; 0: never
+    # at the first step that ends this long after the last checkpoint; 0: never
+    every_minutes: NonNegativeFloat = 10
+    keep: Annotated[int, Field(ge=2)] = 2
+    # write the weights also in Hugging Face format, up to this size; `rlearner export` writes those
+    # of larger models
+    hf_max_gib: NonNegativeFloat = 8
+
+
+class SamplesSection(Section):
+    """Archive of consumed records, for trace, audit and replay without a broker."""
+
+    keep: bool = False  # archive them in the run's folder
+    max_file_mib: PositiveFloat = 256.0  # of one file of the archive
+
+
+class TrackersSection(Section):
+    """Destinations of metrics in addition to metrics.jsonl."""
+
+    # names of the registry in learner/reporting/trackers
+    use: list[str] = Field(default_factory=lambda: ["tensorboard"])
+    project: str = "rlearner"
+    args: dict[str, dict[str, Any]] = Field(default_factory=dict)  # of each tracker by its name
+    # steps between training episodes shown as text; 0: none, also not of evaluations
+    texts_every: NonNegativeInt = 10
+    # an animated episode per evaluation and domain, if the environment draws its states
+    pictures: bool = True
+
+
+class FailuresSection(Section):
+    """When to end a run whose groups only fail; see ``learner/give_up.py``."""
+
+    # if the first n groups fail; null: 4 * train.groups_per_step; 0: never
+    give_up_after: NonNegativeInt | None = None
+    # share of failures, by domain weights, among the last max(4 * groups_per_step, 32) groups of
+    # each domain; 1.0: all
+    max_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    # seconds with all hubs of a domain broken and nothing trained; 12 times that if it ever worked;
+    # 0: never
+    give_up_after_s: NonNegativeFloat = 600.0

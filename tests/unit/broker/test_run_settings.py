@@ -1,0 +1,43 @@
+"""All settings of a run, typed: parsed from plain values, with nothing left to guess."""
+
+from __future__ import annotations
+
+import pydantic
+import pytest
+
+from broker.settings.run_settings import RunSettings
+from broker.settings.runspec import load, validate
+
+
+def test_settings_survive_the_round_trip_through_a_spec() -> None:
+    config = validate(load("quickstart"))
+    settings = RunSettings.of_config(config)
+    assert settings.model_dump(mode="json") == config
+    assert settings.train.on_late == config["train"]["on_late"]
+    assert settings.domains["lake"].group_size == config["domains"]["lake"]["group_size"]
+
+
+def test_a_left_out_section_has_its_defaults() -> None:
+    settings = RunSettings.of_config({"eval": None, "train": {"steps": 7}})
+    assert settings.train.steps == 7
+    assert settings.train.groups_per_step == 16
+    assert settings.eval.group_size == 1
+    assert settings.domains == {}
+
+
+def test_settings_of_another_version_are_left_out() -> None:
+    newer = {"train": {"steps": 7, "warp": 9}, "domains": {"d": {"env": "qa", "warp": 9}}}
+    settings = RunSettings.of_config(newer | {"warp": {}})
+    assert settings.train.steps == 7
+    assert settings.domains["d"].env == "qa"
+
+
+def test_a_value_that_is_not_allowed_is_refused() -> None:
+    with pytest.raises(pydantic.ValidationError, match=r"train\.steps"):
+        RunSettings.of_config({"train": {"steps": 0}})
+
+
+def test_settings_are_frozen() -> None:
+    settings = RunSettings.of_config({})
+    with pytest.raises(pydantic.ValidationError, match="frozen"):
+        settings.train = settings.train  # type: ignore[misc]
