@@ -96,13 +96,14 @@ def demos_parser() -> argparse.ArgumentParser:
 
 
 def _write_demos(arguments: Sequence[str]) -> int:
+    from broker.settings.run_settings import RunSettings
     from broker.settings.runspec import load, validate
     from envhub.demos import write_demonstrations
 
     args = demos_parser().parse_intermixed_args(arguments)
-    config = validate(load(args.config, args.overrides))
+    settings = RunSettings.of_config(validate(load(args.config, args.overrides)))
     success_rate = write_demonstrations(
-        config,
+        settings,
         args.domain,
         episodes=args.episodes,
         noise=args.noise,
@@ -139,13 +140,14 @@ def render_parser() -> argparse.ArgumentParser:
 
 
 def _render_gif(arguments: Sequence[str]) -> int:
+    from broker.settings.run_settings import RunSettings
     from broker.settings.runspec import load, validate
     from envhub.episodes.render import write_gif
 
     args = render_parser().parse_intermixed_args(arguments)
-    config = validate(load(args.config, args.overrides))
+    settings = RunSettings.of_config(validate(load(args.config, args.overrides)))
     frames = write_gif(
-        config,
+        settings,
         args.domain,
         args.task_index,
         seed=args.seed,

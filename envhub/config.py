@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from broker.errors import ConfigError
+from broker.settings.run_settings import RunSettings
+from broker.settings.schema.evaluation import WarmStartSection
 from broker.settings.schema.hubs import EnvhubSection
 from rlearner_text.model_checks import check_trained_model
 
@@ -26,8 +28,11 @@ __all__ = [
 EVAL_TASKS: Final = 256
 
 
-def check(config: dict[str, Any]) -> None:
+def check(settings: RunSettings) -> RunSettings:
     """Refuse domains that cannot run: unknown environment, bad data, contradicting numbers.
+
+    Returns:
+        The settings, with the number of tasks of an evaluation.
 
     Raises:
         ConfigError: names the key, its value and what is allowed.
@@ -35,18 +40,19 @@ def check(config: dict[str, Any]) -> None:
     """
     from envhub.domain import load_domains
 
-    domains = load_domains(config)
+    domains = load_domains(settings)
     for domain in domains.values():
-        _check_numbers(domain, config)
+        _check_numbers(domain, settings)
         domain.check()
-    if (section := config.get("eval") or {}).get("every_steps"):
-        section["tasks"] = num_eval_tasks(config)
-    _check_demonstrations(domains, config.get("warm_start") or {})
-    if model := config.get("model"):
-        check_templates(config, check_trained_model(model))
+    if settings.eval.every_steps:
+        evaluation = settings.eval.model_copy(update={"tasks": num_eval_tasks(settings)})
+        settings = settings.model_copy(update={"eval": evaluation})
+    _check_demonstrations(domains, settings.warm_start)
+    check_templates(settings, check_trained_model(settings.model))
+    return settings
 
 
-def check_templates(config: dict[str, Any], tokenizer: Tokenizer | None) -> None:
+def check_templates(settings: RunSettings, tokenizer: Tokenizer | None) -> None:
     """Check that the model's chat template renders each domain's system prompt, tools and turns.
 
     Args:
@@ -59,13 +65,13 @@ def check_templates(config: dict[str, Any], tokenizer: Tokenizer | None) -> None
     from envhub.envs.agent import AgentEnvironment
     from rlearner_text.template_rules import rules_for
 
-    for domain in load_domains(config).values():
+    for domain in load_domains(settings).values():
         # agents send their own
         if tokenizer is not None and not issubclass(domain.environment, AgentEnvironment):
             rules_for(tokenizer, domain.section.system_prompt, domain.tools)
 
 
-def data_digests(config: dict[str, Any]) -> dict[str, str]:
+def data_digests(settings: RunSettings) -> dict[str, str]:
     """Return the digest of every data file that the hubs read, for ``RunSpec.data_digests``.
 
     Raises:
@@ -76,13 +82,13 @@ def data_digests(config: dict[str, Any]) -> dict[str, str]:
 
     files = {
         file
-        for domain in load_domains(config).values()
+        for domain in load_domains(settings).values()
         for file in domain.environment.data_files(domain.args)
     }
     return {file: digest_file(file) for file in sorted(files)}
 
 
-def num_eval_tasks(config: dict[str, Any]) -> int:
+def num_eval_tasks(settings: RunSettings) -> int:
     """Return how many tasks of each domain an evaluation measures, none of them twice.
 
     That is ``eval.tasks``; by default 256, or as many as every domain has.
@@ -93,9 +99,9 @@ def num_eval_tasks(config: dict[str, Any]) -> int:
     """
     from envhub.domain import load_domains
 
-    requested = config["eval"]["tasks"]
+    requested = settings.eval.tasks
     fewest = EVAL_TASKS
-    for name, domain in load_domains(config).items():
+    for name, domain in load_domains(settings).items():
         available = domain.num_tasks("eval")
         if available is None:
             continue
@@ -107,17 +113,17 @@ def num_eval_tasks(config: dict[str, Any]) -> int:
                 "eval.tasks", requested, f"at most {available}, the held-out tasks of domain {name}"
             )
         fewest = min(fewest, available)
-    return fewest if requested is None else int(requested)
+    return fewest if requested is None else requested
 
 
-def domain_eval_tasks(config: dict[str, Any]) -> dict[str, int | None]:
+def domain_eval_tasks(settings: RunSettings) -> dict[str, int | None]:
     """Return how many held-out tasks each domain of a validated config has; None: endless."""
     from envhub.domain import load_domains
 
-    return {name: domain.num_tasks("eval") for name, domain in load_domains(config).items()}
+    return {name: domain.num_tasks("eval") for name, domain in load_domains(settings).items()}
 
 
-def _check_numbers(domain: Domain, config: dict[str, Any]) -> None:
+def _check_numbers(domain: Domain, settings: RunSettings) -> None:
     from envhub.envs.agent import AgentEnvironment, check_section
 
     section = domain.section
@@ -137,8 +143,8 @@ def _check_numbers(domain: Domain, config: dict[str, Any]) -> None:
             max_tokens,
             f"less than max_context_tokens, which is {context}",
         )
-    server_limit = (config.get("rollout") or {}).get("max_context_tokens")
-    if server_limit is not None and context > server_limit:
+    server_limit = settings.rollout.max_context_tokens
+    if context > server_limit:
         allowed = f"at most rollout.max_context_tokens, which is {server_limit}"
         raise ConfigError(f"{key}.max_context_tokens", context, allowed)
     if issubclass(domain.environment, AgentEnvironment):
@@ -148,12 +154,12 @@ def _check_numbers(domain: Domain, config: dict[str, Any]) -> None:
         raise ConfigError(f"{key}.rewards", [], allowed)
 
 
-def _check_demonstrations(domains: dict[str, Domain], section: dict[str, Any]) -> None:
-    if not section.get("steps") or section.get("data"):
+def _check_demonstrations(domains: dict[str, Domain], section: WarmStartSection) -> None:
+    if not section.steps or section.data:
         return
     from envhub.envs.base import can_demonstrate
 
-    name = section.get("domain") or ""
+    name = section.domain
     if not name and len(domains) == 1:
         name = next(iter(domains))
     if name not in domains:

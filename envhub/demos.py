@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from broker.errors import ConfigError, UserError
+from broker.settings.run_settings import RunSettings
 from broker.system.private_files import draft_of
 from envhub.domain import Domain, load_domains
 from envhub.envs.base import can_demonstrate
@@ -19,13 +20,13 @@ from envhub.servers.generate import mix
 Messages = list[dict[str, str]]
 
 
-def pick_domain(config: dict[str, Any], name: str | None) -> Domain:
+def pick_domain(settings: RunSettings, name: str | None) -> Domain:
     """Return the named domain of a config, or its only one.
 
     Raises:
         ConfigError: if there is no such domain, or no name and several domains.
     """
-    domains = load_domains(config)
+    domains = load_domains(settings)
     if name is None and len(domains) == 1:
         return next(iter(domains.values()))
     if name not in domains:
@@ -34,7 +35,7 @@ def pick_domain(config: dict[str, Any], name: str | None) -> Domain:
 
 
 def write_demonstrations(
-    config: dict[str, Any],
+    settings: RunSettings,
     domain: str | None,
     *,
     episodes: int,
@@ -53,7 +54,7 @@ def write_demonstrations(
         UserError: if the domain is unknown, its environment has no solver, or the file cannot be
             written.
     """
-    selected_domain = pick_domain(config, domain)
+    selected_domain = pick_domain(settings, domain)
     if not can_demonstrate(selected_domain.environment):
         raise ConfigError(
             "--domain",

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from broker.errors import ConfigError, DataError
 from broker.settings.config import DomainSection, Section, takes_steps
 from broker.settings.registry import check_method, resolve
-from broker.settings.runspec import domains as sections
+from broker.settings.run_settings import RunSettings
 from broker.settings.sections import parse
 from envhub.context import Memory, StepContext, load_memory
 from envhub.envs import AGENTS, ENVS
@@ -139,14 +137,13 @@ def _check_methods(key: str, name: str, environment: type[Environment]) -> None:
         )
 
 
-def load_domains(config: Mapping[str, Any]) -> dict[str, Domain]:
+def load_domains(settings: RunSettings) -> dict[str, Domain]:
     """Return every domain of a validated config by name.
 
     Raises:
         ConfigError: as ``load_domain``.
     """
-    estimator = (config.get("algorithm") or {}).get("adv_estimator", "")
+    estimator = settings.algorithm.adv_estimator
     return {
-        name: load_domain(name, section, estimator)
-        for name, section in sections(dict(config)).items()
+        name: load_domain(name, section, estimator) for name, section in settings.domains.items()
     }

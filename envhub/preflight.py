@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from broker.settings.preflight import PreflightFinding
+from broker.settings.run_settings import RunSettings
 from envhub.agents.imports import imported, missing
 from envhub.config import check_templates
 from envhub.domain import load_domains
@@ -16,25 +16,25 @@ from rlearner_text.hub import check_hub_name, is_local
 from rlearner_text.model_checks import check_trained_model
 
 
-def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
-    """Check that the programs of ``env: agent`` find what they import; ``config`` is validated.
+def preflight_findings(settings: RunSettings) -> list[PreflightFinding]:
+    """Check that the programs of ``env: agent`` find what they import.
 
     Raises:
         ConfigError: if the chat template of a model on the hub cannot be used.
     """
-    _check_hub_template(config)
-    if not any(domain["env"] == "agent" for domain in config["domains"].values()):
+    _check_hub_template(settings)
+    if not any(domain.env == "agent" for domain in settings.domains.values()):
         return []
     findings = []
-    for name, domain in load_domains(config).items():
+    for name, domain in load_domains(settings).items():
         if issubclass(domain.environment, AgentEnvironment) and isinstance(domain.args, AgentArgs):
             findings.append(_check_program(f"domains.{name}.env_args", domain.args))
     return [finding for finding in findings if finding is not None]
 
 
-def _check_hub_template(config: dict[str, Any]) -> None:
-    model = config.get("model") or {}
-    path = model.get("path")
+def _check_hub_template(settings: RunSettings) -> None:
+    model = settings.model
+    path = model.path
     if (
         path is None
         or is_local(path)
@@ -42,14 +42,14 @@ def _check_hub_template(config: dict[str, Any]) -> None:
     ):
         # checked already, or reported by the rollout server's checks
         return
-    check_templates(config, check_trained_model(model, has_weights=False, from_hub=True))
+    check_templates(settings, check_trained_model(model, has_weights=False, from_hub=True))
 
 
-def references(config: dict[str, Any]) -> dict[str, list[tuple[str, str]]]:
+def references(settings: RunSettings) -> dict[str, list[tuple[str, str]]]:
     """Return the reference answers of a validated config's domains, with their places."""
     return {
         name: domain.environment.references(domain.args)
-        for name, domain in load_domains(config).items()
+        for name, domain in load_domains(settings).items()
     }
 
 

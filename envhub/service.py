@@ -93,17 +93,16 @@ class EnvironmentHub:
     def __init__(
         self, member: Member, model_path: str, *, n: int | None = None, names: Iterable[str] = ()
     ) -> None:
-        config = member.spec.config
         self.run_settings = member.settings
         self.settings = member.settings.envhub
         self.member = member
         self.spec = member.spec
         self._names = list(names)
-        self.domains = _select_domains(load_domains(config), self._names)
+        self.domains = _select_domains(load_domains(self.run_settings), self._names)
         for domain in self.domains.values():
             domain.check()
             sandboxed.require(domain)
-        tokenizer = Tokenizer.of_run(model_path, config)
+        tokenizer = Tokenizer.of_run(model_path, self.run_settings.model)
         self.client = carriers.make_client(member.settings.broker.channel, member.bus)
         context = max(domain.section.max_context_tokens for domain in self.domains.values())
         self.servers = ServerRoster(
@@ -284,7 +283,7 @@ class EnvironmentHub:
         self.run_settings = self.member.settings
         # a run that resumed may be at a lower version than before
         self.slots.version = -1
-        domains = load_domains(self.spec.config)
+        domains = load_domains(self.run_settings)
         if self._names:
             domains = {name: domain for name, domain in domains.items() if name in self._names}
         for name in self.domains.keys() - domains.keys():

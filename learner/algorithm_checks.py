@@ -6,12 +6,12 @@ Losses import torch, so their traits are only read if a setting that few losses 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from broker.contract.pass_rate import is_within
 from broker.errors import ConfigError
-from broker.settings.config import takes_steps
+from broker.settings.config import DomainSection, takes_steps
 from broker.settings.registry import resolve
+from broker.settings.run_settings import RunSettings
 from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.assembly import waits_for_batch
 from learner.algorithm.losses import LOSSES
@@ -19,21 +19,21 @@ from learner.algorithm.traits import EstimatorTraits, estimator_traits, loss_tra
 from learner.config import AlgorithmSection, RewardNormalization
 
 
-def check_algorithm(config: dict[str, Any]) -> None:
+def check_algorithm(settings: RunSettings) -> None:
     """Check ``algorithm`` and the sections that depend on it.
 
     Raises:
         ConfigError: for the first combination that cannot work; names the settings that do.
     """
-    algorithm = AlgorithmSection.model_validate(config["algorithm"])
+    algorithm = settings.algorithm
     _check_values(algorithm)
     traits = estimator_traits(resolve("advantages", algorithm.adv_estimator, ADVANTAGES))
     _check_critic(algorithm, traits)
-    _check_streaming(config["train"]["streaming"], algorithm, traits)
+    _check_streaming(settings.train.streaming, algorithm, traits)
     _check_correction(algorithm)
-    for name, domain in config["domains"].items():
+    for name, domain in settings.domains.items():
         _check_domain(name, domain, algorithm, traits)
-    if config["model"]["dtype"] == "float16":
+    if settings.model.dtype == "float16":
         raise ConfigError(
             "model.dtype", "float16", "float32 or bfloat16: gradients underflow in float16"
         )
@@ -152,12 +152,12 @@ def _check_steps(key: str, algorithm: AlgorithmSection, traits: EstimatorTraits 
         raise ConfigError(f"{key}.context", "steps", allowed)
 
 
-def _check_pass_rate(key: str, domain: dict[str, Any], bounds: Sequence[float] | None) -> None:
+def _check_pass_rate(key: str, domain: DomainSection, bounds: Sequence[float] | None) -> None:
     """Refuse bounds that filter every group: shares of N episodes are multiples of 1/N."""
     if bounds is None:
         return
-    max_size = domain["group_size"]
-    min_size = domain["min_group_size"] or max_size
+    max_size = domain.group_size
+    min_size = domain.min_group_size or max_size
     if not any(
         is_within(solved, num_episodes, *bounds)
         for num_episodes in range(min_size, max_size + 1)
@@ -173,7 +173,7 @@ def _check_pass_rate(key: str, domain: dict[str, Any], bounds: Sequence[float] |
 
 def _check_domain(
     name: str,
-    domain: dict[str, Any],
+    domain: DomainSection,
     algorithm: AlgorithmSection,
     declared_traits: EstimatorTraits | None,
 ) -> None:
@@ -181,7 +181,7 @@ def _check_domain(
     estimator = algorithm.adv_estimator
     traits = declared_traits or EstimatorTraits()
     # A group of one has no variance: it has nothing to compare with and is always filtered.
-    if domain["group_size"] == 1:
+    if domain.group_size == 1:
         if traits.compares_group:
             raise ConfigError(
                 f"{key}.group_size", 1, f"at least 2 with algorithm.adv_estimator {estimator}"
@@ -193,13 +193,13 @@ def _check_domain(
         if algorithm.pg_variant == "starpo_s":
             allowed = "at least 2 with algorithm.pg_variant starpo_s, which goes by their variance"
             raise ConfigError(f"{key}.group_size", 1, allowed)
-    if domain["group_size_redundancy"] and traits.greedy_baseline:
+    if domain.group_size_redundancy and traits.greedy_baseline:
         allowed = f"0 with algorithm.adv_estimator {estimator}"
-        raise ConfigError(f"{key}.group_size_redundancy", domain["group_size_redundancy"], allowed)
+        raise ConfigError(f"{key}.group_size_redundancy", domain.group_size_redundancy, allowed)
     _check_pass_rate(key, domain, algorithm.pass_rate)
-    if takes_steps(domain["context"], estimator):
+    if takes_steps(domain.context, estimator):
         _check_steps(key, algorithm, declared_traits)
-    elif domain["thinking"] == "drop" and domain["max_turns"] > 1:
+    elif domain.thinking == "drop" and domain.max_turns > 1:
         allowed = (
             "keep with whole conversations, trained as they were sampled; drop needs context: steps"
         )
@@ -208,8 +208,8 @@ def _check_domain(
         allowed = (
             f"auto or steps with algorithm.adv_estimator {estimator}, which compares single steps"
         )
-        raise ConfigError(f"{key}.context", domain["context"], allowed)
-    if traits.compares_steps and domain["max_turns"] == 1:
+        raise ConfigError(f"{key}.context", domain.context, allowed)
+    if traits.compares_steps and domain.max_turns == 1:
         allowed = (
             f"above 1 with algorithm.adv_estimator {estimator}, which compares the steps of "
             "episodes"

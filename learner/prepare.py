@@ -13,6 +13,7 @@ import yaml
 from broker.errors import ConfigError, UserError
 from broker.settings.config import RunSection
 from broker.settings.registry import resolve
+from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import section
 from broker.system.entry import EXIT_STOPPED
 from broker.system.private_files import private_folder, private_write
@@ -130,7 +131,7 @@ def data_digests(config: dict[str, Any]) -> dict[str, str]:
     Raises:
         UserError: if a file cannot be read.
     """
-    digests: dict[str, str] = resolve("digests", DATA_DIGESTS, {})(config)
+    digests: dict[str, str] = resolve("digests", DATA_DIGESTS, {})(RunSettings.of_config(config))
     return digests
 
 
@@ -143,7 +144,7 @@ def base_model(model: ModelSection, folder: Path, say: Say) -> str:
     if model.path is not None:
         from rlearner_text.model_checks import check_trained_model
 
-        check_trained_model(model.model_dump(), from_hub=True)
+        check_trained_model(model, from_hub=True)
         local = Path(model.path).expanduser()
         return str(local.absolute()) if local.is_dir() else model.path
     out = folder / "model"

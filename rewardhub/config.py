@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from broker.errors import ConfigError, UserError
 from broker.settings.config import DomainSection, RewardConfig, num_greedy
+from broker.settings.run_settings import RunSettings
 from broker.settings.schema.hubs import RewardhubSection
 
 __all__ = [
@@ -21,18 +21,17 @@ __all__ = [
 ]
 
 
-def check(config: dict[str, Any]) -> None:
+def check(settings: RunSettings) -> None:
     """Check that all rewards can be loaded, and take less time than the hub waits.
 
     Raises:
         ConfigError: for an unknown name (lists the known ones), a missing file, module or function,
             bad arguments.
     """
-    from broker.settings.runspec import domains, section
     from rewardhub.rewards import loading
 
-    waits_s = section(config, "rewardhub", RewardhubSection).timeout_s
-    for name, domain in domains(config).items():
+    waits_s = settings.rewardhub.timeout_s
+    for name, domain in settings.domains.items():
         for index, reward in enumerate(domain.rewards):
             key = f"domains.{name}.rewards.{index}"
             args = loading.check(reward.name, reward.args, key)
@@ -52,21 +51,20 @@ def check(config: dict[str, Any]) -> None:
                 raise ConfigError(f"{key}.args.timeout_s", takes_s, allowed)
 
 
-def longest_scoring_s(config: dict[str, Any]) -> dict[str, float]:
+def longest_scoring_s(settings: RunSettings) -> dict[str, float]:
     """Return the longest time that reward hubs take for one group of each domain, in seconds.
 
     Assumes one hub for each pool, busy with ``max_groups`` such groups, and every try of every
     score at its timeout.
     """
-    from broker.settings.runspec import domains, section
     from rewardhub.rewards import loading
 
-    settings = section(config, "rewardhub", RewardhubSection)
-    greedy = num_greedy(config["algorithm"]["adv_estimator"])
-    tries = 1 + settings.max_retries
+    rewardhub = settings.rewardhub
+    greedy = num_greedy(settings.algorithm.adv_estimator)
+    tries = 1 + rewardhub.max_retries
     longest: dict[str, float] = {}
-    for name, domain in domains(config).items():
-        scores = settings.max_groups * (domain.group_size + greedy + domain.group_size_redundancy)
+    for name, domain in settings.domains.items():
+        scores = rewardhub.max_groups * (domain.group_size + greedy + domain.group_size_redundancy)
         # rewards that the pool's workers compute, one sample at a time
         singles: Counter[str] = Counter()
         pools: dict[str, float] = {}
@@ -74,8 +72,8 @@ def longest_scoring_s(config: dict[str, Any]) -> dict[str, float]:
             if (own := loading.concurrency_of(reward)) is None:
                 singles[reward.pool] += 1
                 took_s = (
-                    math.ceil(singles[reward.pool] * scores / settings.workers)
-                    * settings.timeout_s
+                    math.ceil(singles[reward.pool] * scores / rewardhub.workers)
+                    * rewardhub.timeout_s
                     * tries
                 )
             else:

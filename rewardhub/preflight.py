@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from broker.settings.preflight import PreflightFinding
-from broker.settings.runspec import domains
+from broker.settings.run_settings import RunSettings
 
 
-def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
+def preflight_findings(settings: RunSettings) -> list[PreflightFinding]:
     """Check the endpoint of each judge once; its API key must be set, but it need not be reachable
     yet.
 
-    Args:
-        config: validated.
     """
     rewards = [
         (f"domains.{name}.rewards.{index}.args", reward.args)
-        for name, domain in domains(config).items()
+        for name, domain in settings.domains.items()
         for index, reward in enumerate(domain.rewards)
         if reward.name == "judge"
     ]

@@ -17,7 +17,7 @@ import msgspec
 from broker.errors import RlearnerError
 from broker.settings.config import RewardConfig
 from broker.settings.preflight import PreflightFinding
-from broker.settings.runspec import domains
+from broker.settings.run_settings import RunSettings
 from rewardhub.rewards import math_extract, math_text
 
 LOOK_S: Final = 20.0  # for the references of one reward; the others are only counted
@@ -38,17 +38,16 @@ class _Told(msgspec.Struct):
 
 
 def reference_findings(
-    config: dict[str, Any], references: Mapping[str, Sequence[tuple[str, str]]]
+    settings: RunSettings, references: Mapping[str, Sequence[tuple[str, str]]]
 ) -> list[PreflightFinding]:
     """Return a warning for each ``math_answer`` and reason, with the first rows.
 
     Args:
-        config: validated.
         references: by domain, the place and the text of each reference.
     """
     return [
         finding
-        for name, domain in domains(config).items()
+        for name, domain in settings.domains.items()
         for index, reward in enumerate(domain.rewards)
         if reward.name == "math_answer" and references.get(name)
         for finding in _findings(f"domains.{name}.rewards.{index}", reward, references[name])

@@ -10,21 +10,17 @@ from typing import Any
 import msgspec
 
 from broker.errors import UserError
-from broker.settings.runspec import domains, section
-from rewardhub.config import RewardhubSection
+from broker.settings.run_settings import RunSettings
 from rewardhub.rewards.base import Sample
 from rewardhub.score_dispatcher import ScoreDispatcher
 from rewardhub.worker_pool import NoWorkerError, ScoreError
 
 
-async def try_rewards(
-    config: dict[str, Any], samples: Mapping[str, Mapping[str, Any]]
-) -> list[str]:
+async def try_rewards(settings: RunSettings, samples: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Score each domain's sample once with each of the user's own rewards, and return the keys of
     these rewards.
 
     Args:
-        config: validated.
         samples: by domain, the fields of a ``Sample``.
 
     Raises:
@@ -32,21 +28,21 @@ async def try_rewards(
     """
     own = {
         f"domains.{name}.rewards.{index}": (reward, samples[name])
-        for name, domain in domains(config).items()
+        for name, domain in settings.domains.items()
         for index, reward in enumerate(domain.rewards)
         if ":" in reward.name and name in samples
     }
     if not own:
         return []
-    settings = section(config, "rewardhub", RewardhubSection)
+    rewardhub = settings.rewardhub
     rewards = {key: reward for key, (reward, _) in own.items()}
     scorers = ScoreDispatcher(
         rewards,
         num_workers=1,
-        timeout_s=settings.timeout_s,
-        memory_mib=settings.worker_memory_mib,
+        timeout_s=rewardhub.timeout_s,
+        memory_mib=rewardhub.worker_memory_mib,
         gpu_numbers=(),
-        passed=settings.pass_env,
+        passed=rewardhub.pass_env,
     )
     try:
         await scorers.start()

@@ -127,6 +127,7 @@ def _add_config_parser(commands: Any, name: str, text: str) -> argparse.Argument
 
 def _start_learner(options: argparse.Namespace) -> int:
     from broker.runtime import process
+    from broker.settings.run_settings import RunSettings
     from broker.settings.runspec import load, validate
     from learner.gpu_selection import assign_gpus, forget_gpus, shared_devices
     from learner.nodes.layout import lay_out
@@ -162,7 +163,7 @@ def _start_learner(options: argparse.Namespace) -> int:
         logs.apply(options)
         process.serve_metrics(options, stop)
         config, num_here = await asyncio.to_thread(load_config, placement)
-        for finding in await asyncio.to_thread(reference_findings, config):
+        for finding in await asyncio.to_thread(reference_findings, RunSettings.of_config(config)):
             log.warning("%s", format_finding(finding))
         if placement is None:
             return await train(config, stop, shared_here(config))
@@ -206,6 +207,7 @@ def _start_learner(options: argparse.Namespace) -> int:
 
 def _check_config(options: argparse.Namespace) -> int:
     from broker.settings import timeouts
+    from broker.settings.run_settings import RunSettings
     from broker.settings.runspec import load, validate
     from learner.credit import capacity
     from learner.prepare import name_run, run_folder, to_yaml
@@ -222,12 +224,13 @@ def _check_config(options: argparse.Namespace) -> int:
         notes = []
     else:
         checked = validate(config)
+        settings = RunSettings.of_config(checked)
         if not options.no_trial:
-            asyncio.run(try_own_code(checked))
-        own_sampling = sampling_note(checked["model"], checked["domains"])
+            asyncio.run(try_own_code(settings))
+        own_sampling = sampling_note(settings.model, settings.domains)
         notes = [
             timeouts.note(checked),
-            *capacity.capacity_notes(checked),
+            *capacity.capacity_notes(settings),
         ]
         if own_sampling:
             notes.append(own_sampling)

@@ -16,6 +16,7 @@ from typing import Any, Final
 import msgspec
 
 from broker.errors import ConfigError
+from broker.settings.schema.training import LoraSection
 from rlearner_text.hub import is_local, read_json
 
 FILE: Final = Path(str(files("rlearner_text") / "families.json"))
@@ -97,9 +98,11 @@ def family_at(path: str | None) -> Family | None:
     )
 
 
-def check_trained(family: Family | None, path: str | None, train: Mapping[str, Any]) -> None:
-    """Check that a family's models can be trained as the section ``train`` asks, as far as the
-    matrix knows it.
+def check_trained(
+    family: Family | None, path: str | None, *, packing: str, lora: LoraSection | None
+) -> None:
+    """Check that a family's models can be trained as ``train.packing`` and ``train.lora`` ask, as
+    far as the matrix knows it.
 
     Raises:
         ConfigError: if not; names the key and the reason.
@@ -108,11 +111,13 @@ def check_trained(family: Family | None, path: str | None, train: Mapping[str, A
         return
     if reason := family.refusal(*TRAINED):
         raise ConfigError("model.path", path, f"{family.model_type} cannot be trained: {reason}")
-    if train["packing"] == "packed" and (reason := family.refusal("packed")):
+    if packing == "packed" and (reason := family.refusal("packed")):
         allowed = f"auto or padded with {family.model_type}: {reason}"
         raise ConfigError("train.packing", "packed", allowed)
-    if train["lora"] and (reason := family.refusal("lora")):
-        raise ConfigError("train.lora", train["lora"], f"null with {family.model_type}: {reason}")
+    if lora and (reason := family.refusal("lora")):
+        raise ConfigError(
+            "train.lora", lora.model_dump(), f"null with {family.model_type}: {reason}"
+        )
 
 
 def check_served(family: Family | None) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from broker.errors import ConfigError
+from broker.settings.config import DomainSection
 from rlearner_text.chat_template import TEMPLATE_KEY, read_template, template_source
 from rlearner_text.config import ModelSection, check_model_path
 from rlearner_text.hub import check_trust, is_local, read_json, tokenizer_folder
@@ -79,27 +80,28 @@ class ModelFiles:
         return ConfigError(KEY, self.path, problem)
 
 
-def resolve_model(model: dict[str, Any]) -> None:
-    """Check a validated section ``model``, and put the text of the file that ``chat_template``
-    names into it.
+def resolve_model(model: ModelSection) -> ModelSection:
+    """Check a section ``model``, and return it with the text of the file that ``chat_template``
+    names.
 
     So the template travels in the run's configuration, and no other host opens a file.
 
     Raises:
         ConfigError: see ``read_template`` and ``check_trained_model``.
     """
-    setting = model["chat_template"]
-    model["chat_template"] = read_template(setting)
+    setting = model.chat_template
+    resolved = model.model_copy(update={"chat_template": read_template(setting)})
     try:
-        check_trained_model(model)
+        check_trained_model(resolved)
     except ConfigError as error:
         if error.key != TEMPLATE_KEY:
             raise
         raise ConfigError(TEMPLATE_KEY, setting, error.allowed) from None
+    return resolved
 
 
 def check_trained_model(
-    model: Mapping[str, Any],
+    model: ModelSection,
     *,
     has_weights: bool = True,
     from_hub: bool = False,
@@ -109,7 +111,7 @@ def check_trained_model(
     check yet.
 
     Args:
-        model: validated; a model without ``path`` is made later, and only its tokenizer is checked.
+        model: a model without ``path`` is made later, and only its tokenizer is checked.
         has_weights: whether the folder must have weights.
         from_hub: whether to download the configuration and tokenizer of a hub name.
         is_trained: False for a model that is only measured, which may be quantized.
@@ -117,24 +119,23 @@ def check_trained_model(
     Raises:
         ConfigError: for the first rule that the model breaks, in one line.
     """
-    section = ModelSection.model_validate(model)
-    if (path := section.path) is None:
-        return check_tiny_tokenizer(section)
-    check_trust(path, KEY, trust_remote_code=section.trust_remote_code)
+    if (path := model.path) is None:
+        return check_tiny_tokenizer(model)
+    check_trust(path, KEY, trust_remote_code=model.trust_remote_code)
     if not from_hub and not is_local(path):
         return None
     if has_weights:
         check_model_path(path)
     folder = tokenizer_folder(path)
     files = ModelFiles(folder, path, read_json(folder / "config.json", path, KEY))
-    check_type(files, trust_remote_code=section.trust_remote_code)
+    check_type(files, trust_remote_code=model.trust_remote_code)
     if is_trained:
         check_unquantized(files)
     if not has_tokenizer(files) and not has_weights:
         return None
     check_has_tokenizer(files)
-    trusted = section.trust_remote_code
-    template = section.chat_template
+    trusted = model.trust_remote_code
+    template = model.chat_template
     try_model(folder, path, chat_template=template)
     tokenizer = Tokenizer.load(path, trust_remote_code=trusted, chat_template=template)
     check_vocabulary(files, tokenizer)
@@ -278,32 +279,28 @@ def check_template(tokenizer: Tokenizer) -> None:
     tokenizer.render_chat([{"role": "user", "content": "question"}])
 
 
-def known_positions(model: Mapping[str, Any]) -> int | None:
+def known_positions(model: ModelSection) -> int | None:
     """Return how many positions the model of a section ``model`` has; None if that is not known
     yet.
 
     Raises:
         ConfigError: if its config.json cannot be read.
     """
-    path = model.get("path")
+    path = model.path
     if path is None:
-        positions = (model.get("tiny") or {}).get("max_position_embeddings")
-    elif is_local(path) and Path(path).expanduser().is_dir():
+        return model.tiny.max_position_embeddings
+    if is_local(path) and Path(path).expanduser().is_dir():
         config = read_json(Path(path).expanduser() / "config.json", path, KEY, missing_ok=True)
         positions = (config.get("text_config") or config).get("max_position_embeddings")
-    else:
-        return None
-    return positions if isinstance(positions, int) else None
+        return positions if isinstance(positions, int) else None
+    return None
 
 
-def sampling_note(model: Mapping[str, Any], domains: Mapping[str, Any]) -> str:
+def sampling_note(model: ModelSection, domains: Mapping[str, DomainSection]) -> str:
     """Return a note about sampling settings of the model's own, which a run does not use; empty if
     there are none.
-
-    Args:
-        domains: validated section.
     """
-    path = model["path"]
+    path = model.path
     if path is None or not is_local(path):
         return ""
     own = read_json(tokenizer_folder(path) / "generation_config.json", path, KEY, missing_ok=True)
@@ -311,7 +308,7 @@ def sampling_note(model: Mapping[str, Any], domains: Mapping[str, Any]) -> str:
         f"{name} {own[name]}"
         for name in _SAMPLING
         if own.get(name) is not None
-        and any(domain["sampling"].get(name) != own[name] for domain in domains.values())
+        and any(getattr(domain.sampling, name, None) != own[name] for domain in domains.values())
     ]
     if not differing:
         return ""

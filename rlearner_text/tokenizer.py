@@ -17,6 +17,7 @@ import tokenizers
 
 from broker.errors import ConfigError, RlearnerError
 from broker.settings.host_rules import enforced_rules
+from broker.settings.schema.model import ModelSection
 from rlearner_text.chat_template import (
     TEMPLATE_KEY,
     Chat,
@@ -236,8 +237,8 @@ class Tokenizer:
         )
 
     @classmethod
-    def of_run(cls, path: str | Path, config: Mapping[str, Any]) -> Tokenizer:
-        """Load the tokenizer of a run's model, with the settings of its resolved configuration.
+    def of_run(cls, path: str | Path, model: ModelSection) -> Tokenizer:
+        """Load the tokenizer of a run's model, with its settings.
 
         Args:
             path: folder or hub name of the model on this host.
@@ -245,10 +246,9 @@ class Tokenizer:
         Raises:
             ConfigError: as ``load``.
         """
-        section = config.get("model") or {}
-        trusted = bool(section.get("trust_remote_code"))
-        template = section.get("chat_template")
-        return cls.load(path, trust_remote_code=trusted, chat_template=template)
+        return cls.load(
+            path, trust_remote_code=model.trust_remote_code, chat_template=model.chat_template
+        )
 
     def encode(self, text: str) -> list[int]:
         """Return the token ids of the text alone; special tokens spelled out in it are recognised,

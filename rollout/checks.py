@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from broker.contract.wire import ACTOR
 from broker.errors import ConfigError, UserError
+from broker.settings.config import Sampling
 from broker.settings.registry import known, resolve
+from broker.settings.run_settings import RunSettings
+from broker.settings.schema.model import ModelSection
 from broker.settings.sections import parse
 from rlearner_text.families import check_served, family_at
 from rlearner_text.model_checks import known_positions
@@ -18,13 +20,13 @@ from rollout.engines.args import EngineArgs
 _OWN_MODEL: Final = ("hf", "vllm", "sglang")  # engines that compute
 
 
-def check(config: dict[str, Any]) -> None:
+def check(settings: RunSettings) -> None:
     """Check that the engine accepts its arguments and that every domain's context and sampling fit.
 
     Raises:
         ConfigError: if a value is not allowed; names the key, its value and what is allowed.
     """
-    section = RolloutSection.model_validate(config.get("rollout") or {})
+    section = settings.rollout
     check_engine(section)
     declared = declaration(section.engine)
     if declared is not None and not declared.follows_weights and section.policy == ACTOR:
@@ -34,7 +36,7 @@ def check(config: dict[str, Any]) -> None:
         allowed = "null with rollout.policy actor, whose weights come from the learner"
         raise ConfigError("rollout.model_path", section.model_path, allowed)
     if section.engine == "hf" and section.policy == ACTOR:
-        check_served(family_at((config.get("model") or {}).get("path")))
+        check_served(family_at(settings.model.path))
     if section.snapshot is not None and section.policy != ACTOR:
         allowed = f"null with rollout.policy {section.policy}, whose weights never change"
         raise ConfigError("rollout.snapshot", section.snapshot, allowed)
@@ -43,25 +45,24 @@ def check(config: dict[str, Any]) -> None:
     if (section.http_tls_cert is None) != (section.http_tls_key is None):
         allowed = "null, or set together with rollout.http_tls_key (--tls-cert, --tls-key)"
         raise ConfigError("rollout.http_tls_cert", section.http_tls_cert, allowed)
-    if section.engine in _OWN_MODEL and (model := config.get("model")):
-        check_positions(
-            model if section.model_path is None else {"path": section.model_path}, section
-        )
-    evaluation = config.get("eval") or {}
+    if section.engine in _OWN_MODEL:
+        own_model = ModelSection(path=section.model_path)
+        check_positions(settings.model if section.model_path is None else own_model, section)
+    evaluation = settings.eval
     # ``rlearner up`` serves it
-    if "random" in (evaluation.get("baseline"), *(evaluation.get("against") or ())):
+    if "random" in (evaluation.baseline, *evaluation.against):
         random_args = resolve("engine_args", "random", ENGINE_ARGS)
-        parse("eval.baseline_args", evaluation.get("baseline_args") or {}, random_args)
-    for name, domain in (config.get("domains") or {}).items():
+        parse("eval.baseline_args", evaluation.baseline_args, random_args)
+    for name, domain in settings.domains.items():
         if declared is not None and not declared.processed_logprobs:
-            _refuse_filters(name, domain.get("sampling") or {}, section.engine)
-        longest = domain.get("max_context_tokens", 0)
+            _refuse_filters(name, domain.sampling, section.engine)
+        longest = domain.max_context_tokens
         if longest > section.max_context_tokens:
             allowed = f"at most rollout.max_context_tokens ({section.max_context_tokens})"
             raise ConfigError(f"domains.{name}.max_context_tokens", longest, allowed)
 
 
-def check_positions(model: Mapping[str, Any], section: RolloutSection) -> None:
+def check_positions(model: ModelSection, section: RolloutSection) -> None:
     """Check that a model on this host has a position for every token of a context.
 
     Raises:
@@ -99,7 +100,7 @@ def refuse_sleepless(engine: str) -> None:
         )
 
 
-def _refuse_filters(name: str, sampling: dict[str, Any], engine: str) -> None:
+def _refuse_filters(name: str, sampling: Sampling, engine: str) -> None:
     declared = {engine_name: declaration(engine_name) for engine_name in sorted(ENGINE_ARGS)}
     able = ", ".join(
         engine_name
@@ -107,7 +108,7 @@ def _refuse_filters(name: str, sampling: dict[str, Any], engine: str) -> None:
         if engine_args is not None and engine_args.processed_logprobs
     )
     for option, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
-        if (value := sampling.get(option, off)) != off:
+        if (value := getattr(sampling, option)) != off:
             reason = f"rollout.engine {engine}, which does not return the logprobs of what is left"
             allowed = f"{off:g} with {reason}; these do: {able}"
             raise ConfigError(f"domains.{name}.sampling.{option}", value, allowed)

@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from broker.settings.preflight import PreflightFinding
+from broker.settings.run_settings import RunSettings
 from rlearner_text import hub
 from rlearner_text.model_checks import check_trained_model
-from rollout.config import RolloutSection
 from rollout.engines.args import OpenAIArgs
 
 
-def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
+def preflight_findings(settings: RunSettings) -> list[PreflightFinding]:
     """Check hub models, and the endpoint of the engine ``openai``, whose server exits if the
     endpoint is not available.
-
-    Args:
-        config: a validated configuration.
 
     Raises:
         ConfigError: if a model on the hub cannot be trained.
     """
-    section = RolloutSection.model_validate(config.get("rollout") or {})
+    section = settings.rollout
     paths = {
-        "model.path": (config.get("model") or {}).get("path"),
+        "model.path": settings.model.path,
         "rollout.model_path": section.model_path,
     }
     models = [
@@ -32,8 +27,8 @@ def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
         if path is not None
         for finding in hub.check_hub_name(path, key)
     ]
-    if all(finding.status == "ok" for finding in models) and (model := config.get("model")):
-        check_trained_model(model, has_weights=False, from_hub=True)
+    if all(finding.status == "ok" for finding in models):
+        check_trained_model(settings.model, has_weights=False, from_hub=True)
     if section.engine != "openai":
         return models
     args = OpenAIArgs.model_validate(section.engine_args)

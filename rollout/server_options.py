@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -11,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from broker.errors import UserError
+from broker.settings.run_settings import RunSettings
 from broker.settings.sections import parse
 from rlearner_text.config import check_model_path
 from rlearner_text.hub import is_local
@@ -18,7 +18,7 @@ from rollout.checks import check, check_engine_name
 from rollout.config import RolloutSection
 
 
-def server_section(config: Mapping[str, Any], options: argparse.Namespace) -> RolloutSection:
+def server_section(settings: RunSettings, options: argparse.Namespace) -> RolloutSection:
     """Return the run's section ``rollout`` with this server's options and ``key=value`` overrides
     applied.
 
@@ -28,9 +28,9 @@ def server_section(config: Mapping[str, Any], options: argparse.Namespace) -> Ro
     Raises:
         UserError: if an override is malformed, or a value is not allowed.
     """
-    section = dict(config.get("rollout") or {})
+    section = settings.rollout.model_dump(mode="json")
     if options.engine is not None:
-        if options.engine != section.get("engine", RolloutSection().engine):
+        if options.engine != section["engine"]:
             section["engine_args"] = {}
         section["engine"] = options.engine
     if options.policy is not None:
@@ -47,7 +47,7 @@ def server_section(config: Mapping[str, Any], options: argparse.Namespace) -> Ro
     for override in options.overrides:
         section = apply_override(section, override)
     parsed = parse("rollout", section, RolloutSection)
-    check({**config, "rollout": parsed.model_dump(mode="json")})
+    check(settings.model_copy(update={"rollout": parsed}))
     return parsed
 
 

@@ -74,7 +74,7 @@ async def run(options: argparse.Namespace, stop: process.Stop) -> None:
     async with process.join("rollout", options, stop, connected=importing.begin) as member:
         importing.end()
         while True:
-            section = server_section(member.spec.config, options)
+            section = server_section(member.settings, options)
             parts = replicas.gpu_shares(options.gpus, section)
             if len(parts) > 1:
                 break

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from broker.contract import wire
+from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import section
 from envhub.domain import load_domains
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
@@ -45,7 +46,7 @@ class InlineHub:
                 policy_version=0,
             )
         )
-        self._domains = load_domains(config)
+        self._domains = load_domains(RunSettings.of_config(config))
         self._players = EpisodeRunners(
             Tokenizer.load(model_path),
             self,

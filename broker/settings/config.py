@@ -251,36 +251,3 @@ def takes_steps(context: str, adv_estimator: str) -> bool:
 def num_greedy(adv_estimator: str) -> int:
     """Return the baseline episodes added to a group: one for remax, sampled at temperature 0."""
     return 1 if adv_estimator == "remax" else 0
-
-
-def check(config: dict[str, Any]) -> None:
-    """Check the domains' settings that must agree.
-
-    Raises:
-        ConfigError: if min_group_size exceeds group_size or lets no straggler be left out, a turn
-            exceeds the context, or the memory is not used.
-    """
-    for name, domain in config["domains"].items():
-        domain_key = f"domains.{name}"
-        smallest = domain["min_group_size"]
-        size = domain["group_size"]
-        if smallest is not None and smallest > size:
-            raise ConfigError(
-                f"{domain_key}.min_group_size", smallest, f"at most group_size, which is {size}"
-            )
-        if domain["straggler_factor"] is not None and (smallest is None or smallest == size):
-            rule = f"left out, or {domain_key}.min_group_size below group_size: only then can a group close early"
-            raise ConfigError(f"{domain_key}.straggler_factor", domain["straggler_factor"], rule)
-        if domain["context"] == "full":
-            for key, allowed in (("memory", "recent"), ("history_length", "left out")):
-                if (value := domain[key]) != DomainSection.model_fields[key].default:
-                    rule = f"{allowed} with context full, which shows the whole conversation"
-                    raise ConfigError(f"{domain_key}.{key}", value, rule)
-        tokens = domain["sampling"]["max_tokens"]
-        context = domain["max_context_tokens"]
-        if tokens >= context:
-            raise ConfigError(
-                f"{domain_key}.sampling.max_tokens",
-                tokens,
-                f"below max_context_tokens, which is {context}",
-            )

@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from pydantic import Field
 
+from broker.errors import ConfigError
 from broker.settings.config import (
     BrokerSection,
     DomainSection,
@@ -84,3 +85,36 @@ def section_types() -> dict[str, type[Section]]:
 
 def _known_values(values: Mapping[str, Any], section_type: type[Section]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key in section_type.model_fields}
+
+
+def check_domains(settings: RunSettings) -> None:
+    """Check the domains' settings that must agree.
+
+    Raises:
+        ConfigError: if min_group_size exceeds group_size or lets no straggler be left out, a turn
+            exceeds the context, or the memory is not used.
+    """
+    for name, domain in settings.domains.items():
+        domain_key = f"domains.{name}"
+        smallest = domain.min_group_size
+        size = domain.group_size
+        if smallest is not None and smallest > size:
+            raise ConfigError(
+                f"{domain_key}.min_group_size", smallest, f"at most group_size, which is {size}"
+            )
+        if domain.straggler_factor is not None and (smallest is None or smallest == size):
+            rule = f"left out, or {domain_key}.min_group_size below group_size: only then can a group close early"
+            raise ConfigError(f"{domain_key}.straggler_factor", domain.straggler_factor, rule)
+        if domain.context == "full":
+            for key, allowed in (("memory", "recent"), ("history_length", "left out")):
+                if (value := getattr(domain, key)) != DomainSection.model_fields[key].default:
+                    rule = f"{allowed} with context full, which shows the whole conversation"
+                    raise ConfigError(f"{domain_key}.{key}", value, rule)
+        tokens = domain.sampling.max_tokens
+        context = domain.max_context_tokens
+        if tokens >= context:
+            raise ConfigError(
+                f"{domain_key}.sampling.max_tokens",
+                tokens,
+                f"below max_context_tokens, which is {context}",
+            )

@@ -26,7 +26,7 @@ from broker.errors import ConfigError, Fenced, UserError, WireError
 from broker.jetstream.bus import Bus
 from broker.settings import derived
 from broker.settings.config import DomainSection, Section
-from broker.settings.run_settings import section_types
+from broker.settings.run_settings import RunSettings, section_types
 from broker.settings.secret import refuse_literal
 from broker.settings.sections import parse, unknown
 from broker.system.reminders import Reminders
@@ -65,7 +65,8 @@ def _as_configured(config: dict[str, Any]) -> dict[str, Any]:
         checked = validate(config)
     except UserError:  # an override may correct it; else the validation of the whole reports it
         return config
-    return derived.release(checked, _attribute(SCORING)(checked))
+    scoring_s = _attribute(SCORING)(RunSettings.of_config(checked))
+    return derived.release(checked, scoring_s)
 
 
 # section -> pydantic model; `domains` maps names to DomainSection
@@ -81,9 +82,10 @@ OFFLINE: Final[dict[str, str]] = {
     "data": "rlearner sft",
 }
 
-# checks across sections, each a function of the resolved config that raises ConfigError
+# checks across sections: each a function of RunSettings that raises ConfigError, and may return the
+# settings with a value filled in
 CHECKS: Final[tuple[str, ...]] = (
-    "broker.settings.config:check",
+    "broker.settings.run_settings:check_domains",
     "learner.checks:check",
     "rollout.checks:check",
     "envhub.config:check",
@@ -127,11 +129,15 @@ def validate(
                     f"{name}: with that section it is a configuration for `{command}`, not for a run"
                 )
             raise ConfigError(name, config[name], unknown(name, sections, ""))
-    checked = {name: _dump_section(name, config.get(name), sections[name]) for name in sections}
+    parsed = {name: _parse_section(name, config.get(name), sections[name]) for name in sections}
+    if sections is not SECTIONS:
+        return {name: value.model_dump(mode="json") for name, value in parsed.items()}
+    settings = RunSettings(**parsed)
     for check in checks:
-        _attribute(check)(checked)
+        settings = _attribute(check)(settings) or settings
+    checked = settings.model_dump(mode="json")
     if checks is CHECKS:
-        derived.derive(checked, _attribute(SCORING)(checked))
+        derived.derive(checked, _attribute(SCORING)(settings))
     return checked
 
 
@@ -148,21 +154,19 @@ def domains(config: dict[str, Any]) -> dict[str, DomainSection]:
     }
 
 
-def _dump_section(name: str, value: Any, target: str) -> dict[str, Any]:
+def _parse_section(name: str, value: Any, target: str) -> Any:
+    """Return a section, of ``domains`` those of all domains by name."""
     model: type[Section] = _attribute(target)
     value = {} if value is None else value
     if not isinstance(value, dict):
         raise ConfigError(name, value, "expected a mapping")
     if name != "domains":
-        return parse(name, value, model).model_dump(mode="json")
+        return parse(name, value, model)
     # null removes an inherited domain
     entries = {
         check_token(str(key), "domains"): entry for key, entry in value.items() if entry is not None
     }
-    return {
-        key: parse(f"domains.{key}", entry, model).model_dump(mode="json")
-        for key, entry in entries.items()
-    }
+    return {key: parse(f"domains.{key}", entry, model) for key, entry in entries.items()}
 
 
 def _attribute(target: str) -> Any:
@@ -196,7 +200,7 @@ async def publish_runspec(
         Fenced: if there is a newer epoch than ``seen``.
         UserError: if the run exists with another wire version.
     """
-    await _ensure_consumers(bus, spec.config)
+    await _ensure_consumers(bus, RunSettings.of_config(spec.config))
     runs = bus.key_value(RUNS)
     while True:
         entry = await runs.get_bytes(spec.run)
@@ -212,17 +216,16 @@ async def publish_runspec(
             return epoch
 
 
-async def _ensure_consumers(bus: Bus, config: dict[str, Any]) -> None:
+async def _ensure_consumers(bus: Bus, settings: RunSettings) -> None:
     """Create the consumers that the hubs of this configuration use; they may not do so themselves."""
-    domain_settings = domains(config)
-    pools = {reward.pool for domain in domain_settings.values() for reward in domain.rewards}
-    train = config.get("train") or {}
-    steps = min(1 + train.get("max_staleness", 0), train.get("steps", 1))
+    pools = {reward.pool for domain in settings.domains.values() for reward in domain.rewards}
+    train = settings.train
+    steps = min(1 + train.max_staleness, train.steps)
     # all that are open may be in hand at once
-    wait_s = ack_wait_s(steps * train.get("groups_per_step", 0))
+    wait_s = ack_wait_s(steps * train.groups_per_step)
     for stream, keys in (
-        (TICKETS, set(domain_settings)),
-        (EVALTICKETS, set(domain_settings)),
+        (TICKETS, set(settings.domains)),
+        (EVALTICKETS, set(settings.domains)),
         (EPISODES, pools),
     ):
         await bus.ensure_consumers(stream, keys, wait_s)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from broker.errors import UserError
+from broker.settings.run_settings import RunSettings
 from broker.system.private_files import draft_of
 from envhub.demos import pick_domain
 from envhub.envs.base import Frame, NotSupported, Split, StepResult, can_render
@@ -24,7 +25,7 @@ MIN_WIDTH_PX: Final = 200
 
 
 def write_gif(
-    config: dict[str, Any],
+    settings: RunSettings,
     domain: str | None,
     task_index: int,
     seed: int,
@@ -37,7 +38,6 @@ def write_gif(
     """Replay the actions, write one frame per state, and return the number of frames.
 
     Args:
-        config: a validated config.
         domain: None: the only one.
         task_index, seed, split: of the recorded episode.
         actions: the texts the policy sent, in order; those after the end of the episode are not
@@ -49,7 +49,7 @@ def write_gif(
         UserError: if the domain is unknown, its environment draws no pictures, or the file cannot
             be written.
     """
-    selected_domain = pick_domain(config, domain)
+    selected_domain = pick_domain(settings, domain)
     if not can_render(selected_domain.environment):
         raise NotSupported(f"environment {selected_domain.environment.__name__} draws no pictures")
     environment = selected_domain.make()

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any, Final
 
 from broker.errors import UserError
-from broker.settings.runspec import section
-from envhub.config import EnvhubSection
+from broker.settings.run_settings import RunSettings
 from envhub.domain import Domain, load_domains
 from envhub.envs.agent import AgentEnvironment
 from envhub.envs.base import WORKER, Environment
@@ -23,11 +22,8 @@ MAX_TURNS: Final = 8
 SEED: Final = 0
 
 
-async def try_domains(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
+async def try_domains(settings: RunSettings) -> dict[str, dict[str, Any]]:
     """Play training task 0 of every domain with the user's environment or reward, except agents.
-
-    Args:
-        config: validated.
 
     Returns:
         By domain the fields of the ``rewardhub.rewards.base.Sample`` that the episode makes.
@@ -35,12 +31,12 @@ async def try_domains(config: dict[str, Any]) -> dict[str, dict[str, Any]]:
     Raises:
         UserError: if an environment fails; says how, with the user's file and line.
     """
-    settings = section(config, "envhub", EnvhubSection)
-    calls = EnvironmentCalls(settings.step_timeout_s)
-    worker_pools = WorkerPools(settings.worker_memory_mib, settings.pass_env)
+    envhub = settings.envhub
+    calls = EnvironmentCalls(envhub.step_timeout_s)
+    worker_pools = WorkerPools(envhub.worker_memory_mib, envhub.pass_env)
     samples: dict[str, dict[str, Any]] = {}
     try:
-        for name, domain in load_domains(config).items():
+        for name, domain in load_domains(settings).items():
             if _has_own_code(domain) and not issubclass(domain.environment, AgentEnvironment):
                 samples[name] = await _try_domain(domain, calls, worker_pools)
     finally:

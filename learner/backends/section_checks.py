@@ -2,54 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from broker.errors import ConfigError
-from learner.config import DeepspeedSection
+from learner.config import DeepspeedSection, TrainSection
 
 
-def check_deepspeed(train: Mapping[str, Any]) -> None:
+def check_deepspeed(train: TrainSection) -> None:
     """Check the DeepSpeed options of a section ``train``.
 
     Raises:
         ConfigError: if DeepSpeed is not the backend, or the stage does not support an option.
     """
-    section = train["deepspeed"]
-    if train["backend"] != "deepspeed":
+    section = train.deepspeed
+    if train.backend != "deepspeed":
         plain = DeepspeedSection().model_dump()
-        if odd := next((key for key in plain if section[key] != plain[key]), ""):
-            raise ConfigError(
-                f"train.deepspeed.{odd}",
-                section[odd],
-                f"unset with train.backend {train['backend']}",
-            )
+        for key, value in section.model_dump().items():
+            if value != plain[key]:
+                allowed = f"unset with train.backend {train.backend}"
+                raise ConfigError(f"train.deepspeed.{key}", value, allowed)
         return
-    if section["offload_param"] and section["stage"] < 3:
-        allowed = (
-            f"false with train.deepspeed.stage {section['stage']}: only stage 3 divides weights"
-        )
+    if section.offload_param and section.stage < 3:
+        allowed = f"false with train.deepspeed.stage {section.stage}: only stage 3 divides weights"
         raise ConfigError("train.deepspeed.offload_param", True, allowed)
 
 
-def check_megatron(train: Mapping[str, Any]) -> None:
+def check_megatron(train: TrainSection) -> None:
     """Check the Megatron-core options of a section ``train``.
 
     Raises:
         ConfigError: if Megatron is not the backend, or the number of ranks does not divide.
     """
-    section = train["megatron"]
-    if train["backend"] != "megatron":
-        if odd := next((key for key, size in section.items() if size != 1), ""):
-            allowed = f"1 with train.backend {train['backend']}; more with megatron"
-            raise ConfigError(f"train.megatron.{odd}", section[odd], allowed)
+    section = train.megatron
+    if train.backend != "megatron":
+        for key, size in section.model_dump().items():
+            if size != 1:
+                allowed = f"1 with train.backend {train.backend}; more with megatron"
+                raise ConfigError(f"train.megatron.{key}", size, allowed)
         return
-    if train["lora"] and train["lora"]["dropout"]:
+    if train.lora and train.lora.dropout:
         allowed = "0 with train.backend megatron, whose ranks divide a layer's inputs"
-        raise ConfigError("train.lora.dropout", train["lora"]["dropout"], allowed)
-    tensor = section["tensor_parallel"]
-    pipeline = section["pipeline_parallel"]
-    ranks = train["ranks"]
+        raise ConfigError("train.lora.dropout", train.lora.dropout, allowed)
+    tensor = section.tensor_parallel
+    pipeline = section.pipeline_parallel
+    ranks = train.ranks
     if ranks % (tensor * pipeline):
         sizes = (
             f"train.megatron.tensor_parallel {tensor} "
@@ -58,29 +52,29 @@ def check_megatron(train: Mapping[str, Any]) -> None:
         raise ConfigError("train.ranks", ranks, f"a multiple of {sizes}")
 
 
-def stripes_problem(train: Mapping[str, Any]) -> str:
+def stripes_problem(train: TrainSection) -> str:
     """Return what keeps the ranks from each sending what they hold; empty if they can."""
     carriers = ("auto", "nccl", "gloo")
-    if train["ranks"] == 1:
+    if train.ranks == 1:
         return "train.ranks above 1"
-    if train["lora"]:
+    if train.lora:
         return "no train.lora: adapters are merged or sent by one rank"
-    if train["weights_dtype"] == "fp8":
+    if train.weights_dtype == "fp8":
         return "train.weights_dtype other than fp8: its blocks span what ranks hold"
-    if train["weights_delta"]:
+    if train.weights_delta:
         return "train.weights_delta false: changes are found in whole versions"
-    if train["weights_snapshot_every"]:
+    if train.weights_snapshot_every:
         return "train.weights_snapshot_every 0: snapshots are whole versions"
-    if (train["weights_backend"] or "auto") not in carriers:
+    if (train.weights_backend or "auto") not in carriers:
         return f"train.weights_backend {', '.join(carriers[:-1])} or {carriers[-1]}"
     return ""
 
 
-def check_stripes(train: Mapping[str, Any]) -> None:
+def check_stripes(train: TrainSection) -> None:
     """Check that the ranks can send weights in stripes if they must.
 
     Raises:
         ConfigError: if they cannot.
     """
-    if train["weights_stripes"] == "always" and (problem := stripes_problem(train)):
+    if train.weights_stripes == "always" and (problem := stripes_problem(train)):
         raise ConfigError("train.weights_stripes", "always", f"auto or never, or {problem}")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import psutil
 
 from broker.contract.sizes import MAX_GROUP_BYTES
 from broker.errors import ConfigError
-from broker.settings.config import PRIVATE_STORE_GIB, num_greedy, takes_steps
+from broker.settings.config import PRIVATE_STORE_GIB, DomainSection, num_greedy, takes_steps
+from broker.settings.run_settings import RunSettings
 
 # Of the wire's encoding; tests/unit/learner/test_capacity.py compares them with it.
 # token_ids 4, loss_mask 1, logprobs 4.
@@ -46,23 +46,23 @@ class LargestGroup:
         return self.episodes * self.samples * per_sample + GROUP_BYTES
 
 
-def largest_group(name: str, domain: Mapping[str, Any], adv_estimator: str) -> LargestGroup:
+def largest_group(name: str, domain: DomainSection, adv_estimator: str) -> LargestGroup:
     """Return the largest group of a domain, which is a section of a checked configuration."""
-    episodes = domain["group_size"] + domain["group_size_redundancy"] + num_greedy(adv_estimator)
-    turns = domain["max_turns"]
-    tokens = domain["max_context_tokens"]
-    if takes_steps(domain["context"], adv_estimator):
+    episodes = domain.group_size + domain.group_size_redundancy + num_greedy(adv_estimator)
+    turns = domain.max_turns
+    tokens = domain.max_context_tokens
+    if takes_steps(domain.context, adv_estimator):
         return LargestGroup(name, episodes, turns, tokens, 1)
     return LargestGroup(name, episodes, 1, tokens, turns)
 
 
-def check_groups(config: dict[str, Any]) -> None:
+def check_groups(settings: RunSettings) -> None:
     """Refuse groups that are too large to send.
 
     Raises:
         ConfigError: if the largest group of a domain is larger than MAX_GROUP_BYTES.
     """
-    for group in _largest_groups(config):
+    for group in _largest_groups(settings):
         if group.size_bytes > MAX_GROUP_BYTES:
             key = f"domains.{group.domain}.max_context_tokens"
             sample_bytes = (MAX_GROUP_BYTES - GROUP_BYTES) // (group.episodes * group.samples)
@@ -75,16 +75,16 @@ def check_groups(config: dict[str, Any]) -> None:
             raise ConfigError(key, group.tokens, allowed)
 
 
-def capacity_notes(config: dict[str, Any]) -> list[str]:
+def capacity_notes(settings: RunSettings) -> list[str]:
     """Return lines for the operator on what the largest groups of a checked configuration cost."""
-    groups = _largest_groups(config)
-    train = config["train"]
-    domains = config["domains"]
-    weights = sum(domain["weight"] for domain in domains.values())
-    mean = sum(group.size_bytes * domains[group.domain]["weight"] for group in groups) / weights
-    step_bytes = math.ceil(mean * train["groups_per_step"])
-    num_steps = min(1 + train["max_staleness"], train["steps"])
-    store_gib = config["broker"]["store_max_gib"] or PRIVATE_STORE_GIB
+    groups = _largest_groups(settings)
+    train = settings.train
+    domains = settings.domains
+    weights = sum(domain.weight for domain in domains.values())
+    mean = sum(group.size_bytes * domains[group.domain].weight for group in groups) / weights
+    step_bytes = math.ceil(mean * train.groups_per_step)
+    num_steps = min(1 + train.max_staleness, train.steps)
+    store_gib = settings.broker.store_max_gib or PRIVATE_STORE_GIB
     memory = psutil.virtual_memory().total
     lines = [
         f"domains.{group.domain}: a group takes at most {_format_size(group.size_bytes)}: "
@@ -111,9 +111,9 @@ def capacity_notes(config: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _largest_groups(config: dict[str, Any]) -> list[LargestGroup]:
-    estimator = config["algorithm"]["adv_estimator"]
-    return [largest_group(name, domain, estimator) for name, domain in config["domains"].items()]
+def _largest_groups(settings: RunSettings) -> list[LargestGroup]:
+    estimator = settings.algorithm.adv_estimator
+    return [largest_group(name, domain, estimator) for name, domain in settings.domains.items()]
 
 
 def _describe_shape(group: LargestGroup) -> str:

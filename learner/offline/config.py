@@ -11,6 +11,7 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 from broker.errors import ConfigError, UserError
 from broker.settings import runspec
 from broker.settings.config import Section
+from broker.settings.schema.model import ModelSection
 from learner.checks import check_family, check_layers, check_name, check_options
 from learner.config import Beta, OptimizationSection, TrainSection
 from rlearner_text.model_checks import resolve_model
@@ -111,19 +112,20 @@ def validate_config(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
             f"domains: with that section it is a configuration for {commands}, not for {pipeline}"
         )
     checked = runspec.validate(config, SECTIONS[pipeline], ())
-    train = checked["train"]
-    if (name := train["backend"]) in ("deepspeed", "megatron"):
+    train = OfflineTrainSection.model_validate(checked["train"])
+    if (name := train.backend) in ("deepspeed", "megatron"):
         allowed = f"torch, ddp or fsdp2: without a broker there is one rank, and no train.{name}"
         raise ConfigError("train.backend", name, allowed)
-    resolve_model(checked["model"])
-    if (warmup := train["warmup_steps"]) is not None and warmup >= train["steps"]:
+    model = resolve_model(ModelSection.model_validate(checked["model"]))
+    checked["model"] = model.model_dump(mode="json")
+    if (warmup := train.warmup_steps) is not None and warmup >= train.steps:
         raise ConfigError(
-            "train.warmup_steps", warmup, f"below train.steps, which is {train['steps']}"
+            "train.warmup_steps", warmup, f"below train.steps, which is {train.steps}"
         )
-    check_name("train.backend", "backends", train["backend"], BACKENDS)
+    check_name("train.backend", "backends", train.backend, BACKENDS)
     check_options(train)
-    check_family(checked)
-    check_layers(train["lora"], checked["model"])
+    check_family(model, train)
+    check_layers(train.lora, model)
     for name in checked["trackers"]["use"]:
         check_name("trackers.use", "trackers", name, TRACKERS)
     for key in ("train", "eval"):

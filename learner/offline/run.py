@@ -93,9 +93,10 @@ def _train_run(name: str, config: dict[str, Any], folder: Path, url: str) -> Off
         )
     _remove_unstarted_files(folder)
     checkpoint.remove_partial(folder / "checkpoints")
-    first_path = base_model(section(config, "model", ModelSection), folder, log.info)
+    model = section(config, "model", ModelSection)
+    first_path = base_model(model, folder, log.info)
     model_path = first_path if newest is None else str(newest.path)
-    tokenizer = Tokenizer.of_run(first_path, config)
+    tokenizer = Tokenizer.of_run(first_path, model)
     job = OfflineJob(
         config, folder, first_path, model_path=model_path, tokenizer=tokenizer, url=url
     )

@@ -11,6 +11,7 @@ from typing import Any
 
 from broker.contract import wire
 from broker.errors import ConfigError
+from broker.settings.schema.model import ModelSection
 from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -23,12 +24,12 @@ def load_tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer |
         config: of the run.
         folder: of the run; holds the model if the configuration names none.
     """
-    section = config.get("model") or {}
-    path = section.get("path") or folder / "model"
+    model = ModelSection.model_validate(config.get("model") or {})
+    path = model.path or folder / "model"
     try:
-        if section.get("path") is None and not (folder / "model").is_dir():
+        if model.path is None and not (folder / "model").is_dir():
             raise ConfigError("model.path", None, f"there is no {folder / 'model'} either")
-        return Tokenizer.of_run(path, config), str(path)
+        return Tokenizer.of_run(path, model), str(path)
     except ConfigError as error:
         return None, f"none, so tokens are shown by their numbers: {error}"
 

@@ -130,7 +130,7 @@ class WeightOffering:
         train = self._train
         if train.weights_stripes != "auto":
             return train.weights_stripes == "always"
-        return bool(self._backend.hosts_address) and not stripes_problem(train.model_dump())
+        return bool(self._backend.hosts_address) and not stripes_problem(train)
 
     def serve(self, sender: WeightSender) -> None:
         """Have the other ranks send their stripes; called in the training thread.

@@ -19,6 +19,8 @@ from typing import Any, Final
 from broker.contract.wire import ACTOR
 from broker.errors import ConfigError
 from broker.settings.preflight import PreflightFinding
+from broker.settings.schema.model import ModelSection
+from broker.settings.schema.training import LoraSection
 from broker.system.workers.work_clock import OutOfTime, output_within
 from rlearner_text.families import check_served, check_trained, family_of
 from rlearner_text.hub import read_json, tokenizer_folder
@@ -37,9 +39,9 @@ def family_findings(config: Mapping[str, Any]) -> list[PreflightFinding]:
     Raises:
         ConfigError: if engine hf or the learner cannot run it.
     """
-    model = config.get("model") or {}
+    model = ModelSection.model_validate(config.get("model") or {})
     rollout = config.get("rollout") or {}
-    path = str(model.get("path") or "")
+    path = model.path or ""
     if (folder := _model_folder(path)) is None:
         return []
     is_served = (
@@ -49,13 +51,15 @@ def family_findings(config: Mapping[str, Any]) -> list[PreflightFinding]:
     )
     settings = read_json(folder / "config.json", path, "model.path", missing_ok=True)
     if (family := family_of(settings)) is not None:
-        check_trained(family, path, config["train"])
+        train = config["train"]
+        lora = LoraSection.model_validate(train["lora"]) if train["lora"] else None
+        check_trained(family, path, packing=train["packing"], lora=lora)
         check_served(family if is_served else None)
     if not settings or family is not None:
         return []
     roles = ["learner", *["engine"] * is_served]
     name = settings.get("model_type")
-    answer = run_trial(folder, roles, trust_remote_code=bool(model.get("trust_remote_code")))
+    answer = run_trial(folder, roles, trust_remote_code=model.trust_remote_code)
     if role := next((role for role in roles if answer.get(role)), ""):
         process = "the learner" if role == "learner" else "engine hf"
         raise ConfigError(

@@ -10,6 +10,7 @@ from typing import Any, Final
 from broker.errors import NotInstalled
 from broker.settings.preflight import PreflightFinding
 from broker.settings.registry import resolve
+from broker.settings.run_settings import RunSettings
 from broker.system.gpus import existing
 from rlearner.doctor import broker_checks, hardware, packages, sandbox
 from rlearner.doctor.family_trial import family_findings
@@ -34,15 +35,16 @@ def preflight_checks(config: dict[str, Any], needs: MachineRequirements) -> list
     ]
     checks.append(lambda: family_findings(config))
     if config.get("domains"):
+        settings = RunSettings.of_config(config)
         checks += [
-            *(_role_check(name, config) for name in ROLES),
-            lambda: reference_findings(config),
+            *(_role_check(name, settings) for name in ROLES),
+            lambda: reference_findings(settings),
         ]
     return checks
 
 
-def _role_check(name: str, config: dict[str, Any]) -> Look:
-    return lambda: list(resolve("looks", name, {})(config))
+def _role_check(name: str, settings: RunSettings) -> Look:
+    return lambda: list(resolve("looks", name, {})(settings))
 
 
 def check_tools(

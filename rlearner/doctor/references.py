@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 from broker.settings.preflight import PreflightFinding
 from broker.settings.registry import resolve
+from broker.settings.run_settings import RunSettings
 
 ROWS: Final = "envhub.preflight:references"
 READ: Final = "rewardhub.references:reference_findings"
 
 
-def reference_findings(config: dict[str, Any]) -> list[PreflightFinding]:
-    """Return findings about references that can only be compared as text, or not at all; ``config``
-    is validated.
-    """
-    rows = resolve("references", ROWS, {})(config)
-    return list(resolve("references", READ, {})(config, rows))
+def reference_findings(settings: RunSettings) -> list[PreflightFinding]:
+    """Return findings about references that can only be compared as text, or not at all."""
+    rows = resolve("references", ROWS, {})(settings)
+    return list(resolve("references", READ, {})(settings, rows))

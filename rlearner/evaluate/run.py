@@ -27,6 +27,7 @@ from broker.runtime.presence import Roster
 from broker.runtime.process import Stop, Stopped
 from broker.server.private_server import BrokerServer
 from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
+from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import domains, publish_runspec, section
 from broker.system.locks import lock
 from broker.system.private_files import private_write
@@ -135,9 +136,10 @@ def _find_model(model: str, config: dict[str, Any]) -> str:
         ConfigError: if there is no such model, or the domains cannot be played with it.
     """
     check_model_path(model, "MODEL")
-    settings = {**config["model"], "path": model}
+    settings = RunSettings.of_config(config)
+    section = settings.model.model_copy(update={"path": model})
     try:
-        check_templates(config, check_trained_model(settings, from_hub=True, is_trained=False))
+        check_templates(settings, check_trained_model(section, from_hub=True, is_trained=False))
     except ConfigError as error:
         # The user named the model on the command line, not in the configuration.
         key = "MODEL" if error.key == KEY else error.key

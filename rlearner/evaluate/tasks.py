@@ -11,6 +11,7 @@ import yaml
 
 from broker.errors import UserError
 from broker.settings.registry import resolve
+from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import digest_file
 from learner.run_folder import noted_epoch
 
@@ -106,11 +107,12 @@ def task_counts(config: dict[str, Any], files: dict[str, str]) -> dict[str, int]
     Raises:
         ConfigError: if a domain has no held-out tasks, or fewer than requested.
     """
-    default = resolve("num_eval_tasks", NUM_EVAL_TASKS, {})(config)
-    if config["eval"]["tasks"] is not None:
-        return dict.fromkeys(config["domains"], default)
-    own = resolve("domain_eval_tasks", DOMAIN_EVAL_TASKS, {})(config)
+    settings = RunSettings.of_config(config)
+    default = resolve("num_eval_tasks", NUM_EVAL_TASKS, {})(settings)
+    if settings.eval.tasks is not None:
+        return dict.fromkeys(settings.domains, default)
+    own = resolve("domain_eval_tasks", DOMAIN_EVAL_TASKS, {})(settings)
     return {
         name: own[name] if name in files and own[name] is not None else default
-        for name in config["domains"]
+        for name in settings.domains
     }

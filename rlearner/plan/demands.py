@@ -80,12 +80,8 @@ def read_demands(settings: Mapping[str, Any], config: dict[str, Any], model: Mod
         "rollout": config["rollout"] | {"engine_args": _engine_args(config["rollout"])}
     }
     fixed = {key: _value_at(config, key) for key in CHOICES if _value_at(settings, key) is not None}
-    check_ranks(
-        {
-            name: fixed.get(f"train.{name}", default)
-            for name, default in (("backend", "ddp"), ("ranks", 1))
-        }
-    )
+    backend = fixed.get("train.backend", "ddp")
+    check_ranks(TrainSection(backend=backend, ranks=fixed.get("train.ranks", 1)))
     if (backend := fixed.get("train.backend", "torch")) not in BACKENDS:
         raise ConfigError(
             "train.backend",

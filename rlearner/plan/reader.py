@@ -17,7 +17,7 @@ from rlearner_text.model_checks import check_trained_model
 # The checks of a run that depend neither on the plan's choices nor on files of the hosts.
 CHECKS: Final = (
     "learner.checks:check_names",
-    "learner.checks:check_family",
+    "learner.checks:check_run_family",
     "rollout.checks:check",
 )
 
@@ -42,7 +42,8 @@ class WorkloadReader:
         self._read: dict[tuple[str, ...], Workload] = {}
         self.settings = load(path, overrides)
         self.config = validate(self.settings, checks=CHECKS)
-        check_trained_model(self.config["model"], has_weights=False, from_hub=True)
+        model = section(self.config, "model", ModelSection)
+        check_trained_model(model, has_weights=False, from_hub=True)
 
     def read(self, more: Sequence[str] = ()) -> Workload:
         """Return what the run computes, with further settings ``key=value``.

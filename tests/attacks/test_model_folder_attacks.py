@@ -15,6 +15,7 @@ from template_models import make_tokenizer_folder
 
 from broker.errors import ConfigError
 from broker.settings.host_rules import HostRules
+from broker.settings.schema.model import ModelSection
 from rlearner_text import model_trial
 from rlearner_text.model_trial import try_model
 from rlearner_text.tokenizer import Tokenizer, TokenizerError
@@ -105,7 +106,9 @@ def test_check_of_a_run(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("load", [Tokenizer.load, lambda path: Tokenizer.of_run(path, {})])
+@pytest.mark.parametrize(
+    "load", [Tokenizer.load, lambda path: Tokenizer.of_run(path, ModelSection())]
+)
 def test_process_that_joined_tries_first(
     load: Callable[[Path], object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -130,8 +130,8 @@ def test_what_excludes_stripes_is_named(settings: dict[str, object], allowed: st
         ConfigError,
         match=rf"^train\.weights_stripes: 'always' is not allowed; auto or never, or {allowed}",
     ):
-        check_stripes(train.model_dump())
-    check_stripes({**train.model_dump(), "weights_stripes": "auto"})
+        check_stripes(train)
+    check_stripes(train.model_copy(update={"weights_stripes": "auto"}))
 
 
 async def test_a_backend_that_cannot_is_refused_where_it_must(bus: Bus, tmp_path: Path) -> None:

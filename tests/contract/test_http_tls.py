@@ -22,6 +22,7 @@ from broker.contract import wire
 from broker.errors import ConfigError
 from broker.jetstream.bus import Bus
 from broker.settings import runspec
+from broker.settings.run_settings import RunSettings
 from rlearner_text.config import TinyModel
 from rlearner_text.openai.backends import ServedModel
 from rlearner_text.openai.certificates import server_tls
@@ -146,7 +147,7 @@ def test_one_file_without_the_other_is_refused(option: str) -> None:
     with pytest.raises(
         ConfigError, match=r"^rollout\.http_tls_cert: .* set together with rollout\.http_tls_key"
     ):
-        check({"rollout": {option: "file.pem"}})
+        check(RunSettings.of_config({"rollout": {option: "file.pem"}}))
 
 
 def test_the_address_is_one_of_this_host() -> None:

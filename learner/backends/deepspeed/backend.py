@@ -96,7 +96,7 @@ class DeepspeedBackend(TorchBackend):
     def plan(cls, context: RunContext) -> tuple[RunContext, BuildWorker]:
         """Check ``train.deepspeed``."""
         train = context.train
-        check_deepspeed({**train.model_dump(), "backend": "deepspeed"})
+        check_deepspeed(train.model_copy(update={"backend": "deepspeed"}))
         # DeepSpeed does not train the critic, whose optimizer follows the same setting.
         critic_settings = {"optimizer_offload": train.deepspeed.offload_optimizer}
         return replace(context, train=train.model_copy(update=critic_settings)), _build_worker

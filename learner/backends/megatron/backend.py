@@ -184,7 +184,7 @@ class MegatronBackend(TorchBackend):
     @classmethod
     def plan(cls, context: RunContext) -> tuple[RunContext, BuildWorker]:
         """Read the models' configurations, to report their errors before any rank starts."""
-        check_megatron({**context.train.model_dump(), "backend": "megatron"})
+        check_megatron(context.train.model_copy(update={"backend": "megatron"}))
         # It sets a variable that CUDA reads when it is first used.
         megatron_library()
         paths = [context.policy_path]

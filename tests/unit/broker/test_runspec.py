@@ -223,7 +223,7 @@ def test_malformed_overrides_are_refused(tmp_path: Path, override: str) -> None:
 
 @pytest.fixture
 def no_role_checks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runspec, "CHECKS", ("broker.settings.config:check",))
+    monkeypatch.setattr(runspec, "CHECKS", ("broker.settings.run_settings:check_domains",))
 
 
 DOMAIN: dict[str, Any] = {"env": "frozenlake"}

@@ -22,6 +22,7 @@ from waits import runs
 
 from broker.contract import checks
 from broker.errors import ConfigError
+from broker.settings.run_settings import RunSettings
 from envhub import config
 from envhub.envs import agent as agent_env
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
@@ -630,6 +631,6 @@ async def test_an_agent_on_the_openai_client(play: Play, tokenizer: Tokenizer) -
 def test_bad_settings_are_one_line(change: dict[str, Any], line: str) -> None:
     section = {"env": "agent", "context": "steps", "env_args": {"command": ["ls"]}, **change}
     with pytest.raises(ConfigError) as caught:
-        config.check({"domains": {"a": section}})
+        config.check(RunSettings.of_config({"domains": {"a": section}}))
     assert str(caught.value).startswith(f"domains.a.{line}")
     assert os.linesep not in str(caught.value)

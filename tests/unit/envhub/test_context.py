@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from broker.contract import checks, wire
 from broker.errors import ConfigError, UserError
+from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import validate
+from broker.settings.schema.algorithm import AlgorithmSection
 from envhub.context import StepContext, recent
 from envhub.demos import write_demonstrations
 from envhub.domain import Domain, load_domains
@@ -177,8 +179,8 @@ async def test_thinking_is_kept_in_the_sample_and_dropped_from_what_others_see(
     assert shown == "PFFF\nFFFH\nFFFF\nFFFG\nR\nSPFF\nFFFH\nFFFF\nFFFG"
 
 
-def lake(**section: object) -> dict[str, object]:
-    return validate(
+def lake(**section: object) -> RunSettings:
+    config = validate(
         {
             "domains": {
                 "lake": {
@@ -190,13 +192,15 @@ def lake(**section: object) -> dict[str, object]:
             }
         }
     )
+    return RunSettings.of_config(config)
 
 
 def test_auto_is_steps_for_gigpo_alone() -> None:
-    config = lake()
-    assert load_domains(config)["lake"].memory is None
-    config["algorithm"] = {"adv_estimator": "gigpo"}
-    assert load_domains(config)["lake"].memory is recent
+    settings = lake()
+    assert load_domains(settings)["lake"].memory is None
+    algorithm = AlgorithmSection(adv_estimator="gigpo")
+    stepwise = settings.model_copy(update={"algorithm": algorithm})
+    assert load_domains(stepwise)["lake"].memory is recent
 
 
 def test_demonstrations_have_the_prompts_that_the_hub_makes(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from PIL import Image
 from recorded_frames import read_frames
 
 from broker.errors import ConfigError, DataError, UserError
+from broker.settings.run_settings import RunSettings
 from envhub import cli
 from envhub.config import check, data_digests
 from envhub.demos import write_demonstrations
@@ -20,9 +21,9 @@ from envhub.episodes.frames import first_frame, frame
 from envhub.episodes.render import outcome, write_gif
 
 
-def config(**changes: Any) -> dict[str, Any]:
+def config(**changes: Any) -> RunSettings:
     lake = {"env": "frozenlake", "max_turns": 12, "system_prompt": "Cross."}
-    return {"domains": {"lake": lake}, **changes}
+    return RunSettings.of_config({"domains": {"lake": lake}, **changes})
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -233,7 +234,7 @@ def test_quickstart_and_frozenlake_pass_the_check() -> None:
     from broker.settings.runspec import load
 
     for name in ("quickstart", "frozenlake"):
-        check(load(f"configs/{name}.yaml"))
+        check(RunSettings.of_config(load(f"configs/{name}.yaml")))
 
 
 QA = {"env": "qa", "rewards": [{"name": "math"}]}

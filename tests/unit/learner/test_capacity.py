@@ -15,6 +15,7 @@ import yaml
 from broker.contract import wire
 from broker.contract.sizes import MAX_GROUP_BYTES
 from broker.errors import ConfigError
+from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import validate
 from learner.credit.capacity import LargestGroup, capacity_notes, largest_group
 from rlearner.cli import main
@@ -92,14 +93,17 @@ def test_the_estimate_is_just_above_the_real_encoding(group: LargestGroup, share
 
 
 def test_which_group_is_the_largest() -> None:
-    full = config()["domains"]["lake"]
+    full = RunSettings.of_config(config()).domains["lake"]
     assert largest_group("lake", full, "grpo") == LargestGroup("lake", 8, 1, 256, 10)
     # and its greedy episode
     assert largest_group("lake", full, "remax") == LargestGroup("lake", 9, 1, 256, 10)
     # each turn is a sample
     assert largest_group("lake", full, "gigpo") == LargestGroup("lake", 8, 10, 256, 1)
-    assert largest_group("lake", full | {"group_size_redundancy": 2}, "grpo").episodes == 10
-    assert largest_group("lake", full | {"context": "steps"}, "grpo").samples == 10
+    assert (
+        largest_group("lake", full.model_copy(update={"group_size_redundancy": 2}), "grpo").episodes
+        == 10
+    )
+    assert largest_group("lake", full.model_copy(update={"context": "steps"}), "grpo").samples == 10
     # 8 x (256 x 13 + 10 x 128 + 512) + 1,024
     assert largest_group("lake", full, "grpo").size_bytes == 41_984
     assert largest_group("lake", full, "gigpo").size_bytes == 80 * (256 * 13 + 128 + 512) + 1024
@@ -111,19 +115,19 @@ def test_what_it_costs(monkeypatch: pytest.MonkeyPatch) -> None:
         train={"groups_per_step": 64, "max_staleness": 3},
     )
     # 16 x (65,536 x 13 + 128 + 512) + 1,024 = 13,642,752 bytes; 64 of them; 4 x 64 of them
-    lines = capacity_notes(checked)
+    lines = capacity_notes(RunSettings.of_config(checked))
     assert lines[0] == "domains.lake: a group takes at most 13 MiB: 16 episodes of 65,536 tokens"
     assert lines[1].startswith(
         "a step takes at most 833 MiB, the open tickets 3.25 GiB (4 x train.groups_per_step), in the broker's store "
         "and "
     )
     assert len(lines) == 2 + (psutil.virtual_memory().total < 4 * 64 * 13_642_752)
-    small = capacity_notes(checked | {"broker": {"store_max_gib": 3.0}})
+    small = capacity_notes(RunSettings.of_config(checked | {"broker": {"store_max_gib": 3.0}}))
     assert small[2].startswith(
         "that is more than broker.store_max_gib, which is 3: with such groups tickets wait for room"
     )
     monkeypatch.setattr(psutil, "virtual_memory", lambda: type("Memory", (), {"total": 2 << 30}))
-    assert capacity_notes(checked)[2].startswith(
+    assert capacity_notes(RunSettings.of_config(checked))[2].startswith(
         "that is more than the memory of this machine, 2 GiB: "
     )
 
@@ -137,16 +141,15 @@ def test_domains_count_by_their_share() -> None:
         }
     )
     # 41,984 bytes in one group of four, 80 x 5,120 + 1,024 = 410,624 in three
-    assert capacity_notes(checked)[2].startswith(
+    assert capacity_notes(RunSettings.of_config(checked))[2].startswith(
         f"a step takes at most {(41_984 + 3 * 410_624) / (1 << 20):.3g} MiB, the open tickets 1.21 MiB (1 x "
     )
 
 
 def test_a_group_that_cannot_travel_is_refused() -> None:
     fits = {"group_size": 80, "max_context_tokens": 1_032_000, "max_turns": 1}
-    assert (
-        largest_group("lake", config(fits)["domains"]["lake"], "grpo").size_bytes <= MAX_GROUP_BYTES
-    )
+    domain = RunSettings.of_config(config(fits)).domains["lake"]
+    assert largest_group("lake", domain, "grpo").size_bytes <= MAX_GROUP_BYTES
     # (2**30 - 1,024) // 80 = 13,421,759 bytes for a sample, of which 640 are no tokens, 13 bytes
     # for each
     with pytest.raises(ConfigError) as caught:

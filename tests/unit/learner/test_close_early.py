@@ -17,6 +17,7 @@ from broker.contract import examples, wire
 from broker.contract.pass_rate import never_within
 from broker.errors import ConfigError
 from broker.jetstream.bus import LogRecord
+from broker.settings.run_settings import RunSettings
 from envhub.scheduling.line import GroupJob
 from envhub.scheduling.slots import CloseTicket, EpisodeSlots, FinishGroup, StartEpisode
 from learner.algorithm.filters import passes_pass_rate
@@ -219,7 +220,7 @@ def test_tickets_say_nothing_of_filters_unless_they_may_be_closed_early() -> Non
     ],
 )
 def test_bad_settings_get_one_line(settings: dict[str, Any], line: str) -> None:
-    algorithm = AlgorithmSection(**settings).model_dump()
+    algorithm = AlgorithmSection(**settings)
     with pytest.raises(ConfigError) as caught:
-        check_algorithm({"algorithm": algorithm, "train": {"streaming": "auto"}, "domains": {}})
+        check_algorithm(RunSettings(algorithm=algorithm))
     assert line in str(caught.value)

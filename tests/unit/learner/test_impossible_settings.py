@@ -217,12 +217,12 @@ def test_adapters_of_experts_are_checked_before_the_model_is_loaded(
     lora: dict[str, Any], says: str, tmp_path: Path
 ) -> None:
     path = save_parts("mixtral", tmp_path / "model")
-    section = LoraSection.model_validate(lora).model_dump()
+    section = LoraSection.model_validate(lora)
     if not says:
-        check_layers(section, {"path": path})
+        check_layers(section, ModelSection(path=str(path)))
         return
     with pytest.raises(ConfigError) as caught:
-        check_layers(section, {"path": path})
+        check_layers(section, ModelSection(path=str(path)))
     assert str(caught.value).startswith(f"train.lora.{says}")
 
 

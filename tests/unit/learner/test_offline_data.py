@@ -13,6 +13,8 @@ import pyarrow.parquet
 import pytest
 
 from broker.errors import ConfigError, DataError
+from broker.settings.config import DomainSection
+from broker.settings.run_settings import RunSettings
 from envhub.demos import write_demonstrations
 from learner.offline.data import join_conversation, load_examples, read_conversations
 from learner.offline.preference_pairs import load_pairs
@@ -168,11 +170,10 @@ def test_parquet_rows_read_as_lines_do(tokenizer: Tokenizer, tmp_path: Path) -> 
 def test_pairs_of_solved_and_failed_episodes_are_made_here(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
-    out, config = (
-        tmp_path / "pairs.jsonl",
-        {"domains": {"lake": {"env": "frozenlake", "max_turns": 10}}},
-    )
-    solved = write_demonstrations(config, None, episodes=20, noise=0.0, against=1.0, out=str(out))
+    out = tmp_path / "pairs.jsonl"
+    domain = DomainSection(env="frozenlake", max_turns=10)
+    settings = RunSettings(domains={"lake": domain})
+    solved = write_demonstrations(settings, None, episodes=20, noise=0.0, against=1.0, out=str(out))
     pairs, num_long = load_pairs(out, tokenizer, 4096)
     assert solved == 1.0
     assert num_long == 0

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import pytest
 
+from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import load, validate
 from envhub.demos import demonstrations
 from envhub.domain import load_domains
@@ -20,7 +21,7 @@ EPISODES = 80
 )
 def test_demonstrations_fit_and_are_imperfect(name: str, solved: tuple[float, float]) -> None:
     config = validate(load(f"configs/{name}.yaml", ["run.name=x"]))
-    (domain,) = load_domains(config).values()
+    (domain,) = load_domains(RunSettings.of_config(config)).values()
     perfect = [
         success for _, success in demonstrations(domain, episodes=EPISODES, noise=0.0, seed=0)
     ]

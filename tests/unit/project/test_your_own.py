@@ -10,13 +10,13 @@ import re
 from collections.abc import AsyncIterator, Mapping
 from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 from envhub_kit import Scripted, write_tokenizer
 
 from broker.contract import checks, wire
 from broker.settings.config import RewardConfig
+from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import load, validate
 from envhub.config import num_eval_tasks
 from envhub.domain import Domain, load_domains
@@ -176,7 +176,7 @@ def test_paths_are_relative_to_the_working_folder_or_to_the_file(
 
 
 async def test_the_game_is_played_in_a_process_and_scored(crew: EpisodeRunners) -> None:
-    domain = load_domains(validate(load("guess.yaml")))["guess"]
+    domain = load_domains(RunSettings.of_config(validate(load("guess.yaml"))))["guess"]
     secret = random.Random("train 0").randint(0, 9)
     other = (secret + 1) % 10
     right = await play(crew, domain, {0: "no", 1: str(other), 2: str(secret)})
@@ -200,7 +200,8 @@ async def test_the_game_is_played_in_a_process_and_scored(crew: EpisodeRunners) 
 
 
 async def test_a_policy_by_chance_meets_both_ends(crew: EpisodeRunners) -> None:
-    domain = load_domains(validate(load("guess.yaml", ["domains.guess.isolation=none"])))["guess"]
+    config = validate(load("guess.yaml", ["domains.guess.isolation=none"]))
+    domain = load_domains(RunSettings.of_config(config))["guess"]
     chance = random.Random(0)
     ends = [(await play(crew, domain, chance, index)).trajectory for index in range(12)]
     assert {one.success for one in ends} == {True, False}
@@ -211,9 +212,9 @@ async def test_a_policy_by_chance_meets_both_ends(crew: EpisodeRunners) -> None:
 
 
 async def test_a_question_is_a_success_where_the_first_reward_is_one(crew: EpisodeRunners) -> None:
-    config: dict[str, Any] = validate(load("sums.yaml"))
-    assert num_eval_tasks(config) == 1
-    domain = load_domains(config)["sums"]
+    settings = RunSettings.of_config(validate(load("sums.yaml")))
+    assert num_eval_tasks(settings) == 1
+    domain = load_domains(settings)["sums"]
     reference = (await play(crew, domain, {0: "?"})).reference
     for said, reward in ((reference, 1.0), ("x", 0.0)):
         found = await scored(domain, await play(crew, domain, {0: said}))

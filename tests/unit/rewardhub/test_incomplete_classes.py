@@ -11,6 +11,7 @@ import pytest
 
 from broker.errors import ConfigError
 from broker.settings.config import DomainSection
+from broker.settings.run_settings import RunSettings
 from envhub.config import check as check_envs
 from envhub.domain import load_domain, load_domains
 from rewardhub import protocol
@@ -51,15 +52,19 @@ def test_an_environment(name: str, says: str) -> None:
     config = {"domains": {"d": {"env": f"{HERE}:{name}"}}}
     for look in (check_envs, load_domains):  # what every command does, and a hub
         with pytest.raises(ConfigError) as caught:
-            look(config)
+            look(RunSettings.of_config(config))
         assert str(caught.value) == f"domains.d.env: '{HERE}:{name}' is not allowed; {says}"
 
 
+def rewarded(name: str) -> RunSettings:
+    domain = {"env": "qa", "rewards": [{"name": f"{HERE}:{name}"}]}
+    return RunSettings.of_config({"domains": {"d": domain}})
+
+
 def test_what_is_whole_passes() -> None:
-    check_envs({"domains": {"d": {"env": f"{HERE}:Whole"}}})
-    check_rewards(
-        {"domains": {"d": {"env": "qa", "rewards": [{"name": f"{HERE}:Plain"}]}}, "rewardhub": {}}
-    )
+    settings = RunSettings.of_config({"domains": {"d": {"env": f"{HERE}:Whole"}}})
+    load_domains(settings)["d"].check()
+    check_rewards(rewarded("Plain"))
 
 
 @pytest.mark.parametrize(
@@ -77,12 +82,7 @@ def test_what_is_whole_passes() -> None:
 )
 def test_a_reward(name: str, says: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        check_rewards(
-            {
-                "domains": {"d": {"env": "qa", "rewards": [{"name": f"{HERE}:{name}"}]}},
-                "rewardhub": {},
-            }
-        )
+        check_rewards(rewarded(name))
     assert str(caught.value) == f"domains.d.rewards.0.name: '{HERE}:{name}' is not allowed; {says}"
     loaded = RewardWorker().answer(protocol.LoadRewardRequest(f"{HERE}:{name}", {}))
     assert isinstance(loaded, protocol.ScoreFailureReply)

@@ -13,6 +13,7 @@ import pytest
 from broker.errors import ConfigError
 from broker.settings import runspec
 from broker.settings.config import RewardConfig
+from broker.settings.run_settings import RunSettings
 from rewardhub import config, protocol
 from rewardhub.rewards import REWARDS, base, loading
 from rewardhub.rewards.base import InvalidScoreError, ResponseFault, check_scored, check_value
@@ -83,6 +84,10 @@ def test_a_dotted_path(monkeypatch: pytest.MonkeyPatch) -> None:
     assert loading.load("reward_functions:length", {})(sample()) == 4
 
 
+def check(values: dict[str, Any]) -> None:
+    config.check(RunSettings.of_config(values))
+
+
 @pytest.mark.parametrize(
     ("reward", "line"),
     [
@@ -151,7 +156,7 @@ def test_a_dotted_path(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_check_names_key_value_and_what_is_allowed(reward: dict[str, Any], line: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        config.check({"domains": {"qa": {"env": "qa", "rewards": [reward]}}})
+        check({"domains": {"qa": {"env": "qa", "rewards": [reward]}}})
     assert str(caught.value).startswith(line)
     assert "\n" not in str(caught.value)
 
@@ -177,9 +182,7 @@ def test_check_takes_what_is_right() -> None:
         {"name": name, "args": needed.get(name, {})} for name in REWARDS
     ]
     rewards += [{"name": f"{HERE}:scaled", "args": {"factor": 2}, "pool": "slow"}]
-    config.check(
-        {"domains": {"qa": {"env": "qa", "rewards": rewards}, "lake": {"env": "frozenlake"}}}
-    )
+    check({"domains": {"qa": {"env": "qa", "rewards": rewards}, "lake": {"env": "frozenlake"}}})
 
 
 def test_a_reward_that_may_outlast_the_hub_is_refused() -> None:
@@ -189,8 +192,8 @@ def test_a_reward_that_may_outlast_the_hub_is_refused() -> None:
     }
     line = r"^domains\.c\.rewards\.0\.args\.timeout_s: 20\.0 is not allowed; below rewardhub\.timeout_s \(20\), "
     with pytest.raises(ConfigError, match=line):
-        config.check(spec)
-    config.check({**spec, "rewardhub": {"timeout_s": 20.5}})
+        check(spec)
+    check({**spec, "rewardhub": {"timeout_s": 20.5}})
 
 
 def test_an_answer_is_too_costly_before_the_hub_gives_up() -> None:
@@ -200,8 +203,8 @@ def test_an_answer_is_too_costly_before_the_hub_gives_up() -> None:
     }
     line = r"^domains\.m\.rewards\.0\.args\.cpu_s: 3\.0 is not allowed; at most half of rewardhub\.timeout_s \(5\), "
     with pytest.raises(ConfigError, match=line):
-        config.check(spec)
-    config.check({**spec, "rewardhub": {"timeout_s": 6}})
+        check(spec)
+    check({**spec, "rewardhub": {"timeout_s": 6}})
 
 
 def test_a_response_that_takes_too_long_to_match_is_at_fault_itself() -> None:

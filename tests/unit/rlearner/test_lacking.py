@@ -16,6 +16,7 @@ import pytest
 
 from broker.errors import NotInstalled
 from broker.settings.preflight import PreflightFinding
+from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import load, validate
 from envhub import preflight as envhub_looks
 from envhub.agents.imports import imported
@@ -24,6 +25,7 @@ from rlearner.cli import main
 from rlearner.doctor import hardware, packages, preflight
 from rlearner.doctor.hardware import GpuInfo, TorchBuild
 from rollout import preflight as rollout_looks
+from rollout.config import RolloutSection
 
 LAKE = "model: {path: null}\ndomains: {lake: {env: frozenlake, max_turns: 2, sampling: {max_tokens: 4}}}\n"
 
@@ -167,8 +169,9 @@ def test_imports_that_a_start_needs() -> None:
     assert imported(source + "def f():\n    import eight\n") == ["os", "one", "three"]
 
 
-def agent(**args: Any) -> dict[str, Any]:
-    return {"domains": {"a": {"env": "agent", "context": "steps", "env_args": args}}}
+def agent(**args: Any) -> RunSettings:
+    domain = {"env": "agent", "context": "steps", "env_args": args}
+    return RunSettings.of_config({"domains": {"a": domain}})
 
 
 def test_what_an_agents_program_imports(tmp_path: Path) -> None:
@@ -201,7 +204,9 @@ def test_what_an_agents_program_imports(tmp_path: Path) -> None:
     ] == ["missing"]
     assert (
         envhub_looks.preflight_findings(agent(command=["ls"]))
-        == envhub_looks.preflight_findings({"domains": {"d": {"env": "frozenlake"}}})
+        == envhub_looks.preflight_findings(
+            RunSettings.of_config({"domains": {"d": {"env": "frozenlake"}}})
+        )
         == []
     )
 
@@ -231,7 +236,7 @@ def endpoint() -> Iterator[str]:
 def judged(url: str, **args: Any) -> list[tuple[str, str]]:
     rewards = [{"name": "judge", "args": {"base_url": url, **args}}] * 2  # asked once
     found = rewardhub_looks.preflight_findings(
-        {"domains": {"d": {"env": "qa", "rewards": rewards}}}
+        RunSettings.of_config({"domains": {"d": {"env": "qa", "rewards": rewards}}})
     )
     return [(one.status, one.found) for one in found]
 
@@ -262,8 +267,9 @@ def test_the_endpoint_of_the_engine_openai_must_be_there(
     monkeypatch.setenv("OPENAI_API_KEY", "right")
 
     def asked(url: str) -> list[str]:
-        section = {"engine": "openai", "policy": "judge", "engine_args": {"base_url": url}}
-        return [one.status for one in rollout_looks.preflight_findings({"rollout": section})]
+        section = RolloutSection(engine="openai", policy="judge", engine_args={"base_url": url})
+        settings = RunSettings(rollout=section)
+        return [one.status for one in rollout_looks.preflight_findings(settings)]
 
     assert (asked(endpoint), asked("http://127.0.0.1:9/v1")) == (["ok"], ["missing"])
-    assert rollout_looks.preflight_findings({"rollout": {"engine": "hf"}}) == []
+    assert rollout_looks.preflight_findings(RunSettings()) == []

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from broker.settings.run_settings import RunSettings
 from rlearner.cli import main
 from rlearner.doctor.references import reference_findings
 
@@ -63,6 +64,6 @@ def test_nothing_is_said_of_numbers_and_of_other_rewards(tmp_path: Path) -> None
     from broker.settings.runspec import load, validate
 
     config, _ = write(tmp_path, ["#### 1", "2.5", "-3", "1,000"])
-    assert reference_findings(validate(load(str(config), []))) == []
+    assert reference_findings(RunSettings.of_config(validate(load(str(config), [])))) == []
     config, _ = write(tmp_path, ["yes", "no"], rewards="[{name: format, args: {pattern: x}}]")
-    assert reference_findings(validate(load(str(config), []))) == []
+    assert reference_findings(RunSettings.of_config(validate(load(str(config), [])))) == []

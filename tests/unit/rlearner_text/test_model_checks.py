@@ -13,6 +13,8 @@ import pytest
 from model_templates import STYLES, ModelStyle, make_style_folder
 
 from broker.errors import ConfigError
+from broker.settings.config import DomainSection
+from broker.settings.run_settings import RunSettings
 from rlearner_text.config import ModelSection
 from rlearner_text.model_checks import (
     check_trained_model,
@@ -22,6 +24,7 @@ from rlearner_text.model_checks import (
 )
 from rlearner_text.tokenizer import Tokenizer
 from rollout import checks as rollout_checks
+from rollout.config import RolloutSection
 
 SIZE = 1000
 TEMPLATE = "chat_template.jinja"
@@ -48,8 +51,8 @@ def edit(folder: Path, name: str, **changes: Any) -> None:
     )
 
 
-def section(path: object, **settings: Any) -> dict[str, Any]:
-    return ModelSection(path=str(path), **settings).model_dump()
+def section(path: object, **settings: Any) -> ModelSection:
+    return ModelSection(path=str(path), **settings)
 
 
 def add_tokens(folder: Path, *texts: str) -> None:
@@ -229,16 +232,16 @@ def test_the_text_of_a_template_replaces_the_name_of_its_file(folder: Path, tmp_
         ConfigError,
         match=r"model\.chat_template: '.*own\.jinja' is not allowed; the file has neither",
     ):
-        resolve_model(dict(model))
+        resolve_model(model)
     file.write_text("{{ raise_exception('no') }}")
     with pytest.raises(
         ConfigError,
         match=r"model\.chat_template: '.*own\.jinja' is not allowed; the template rejects",
     ):
-        resolve_model(dict(model))
+        resolve_model(model)
     file.write_text("{% for message in messages %}{{ message.content }}{% endfor %}")
-    resolve_model(model)
-    assert model["chat_template"] == file.read_text()
+    model = resolve_model(model)
+    assert model.chat_template == file.read_text()
     file.unlink()
     resolve_model(model)  # as when the run resumes
     for setting, problem in (
@@ -252,12 +255,11 @@ def test_the_text_of_a_template_replaces_the_name_of_its_file(folder: Path, tmp_
 def test_plain_serves_a_model_without_template(folder: Path) -> None:
     (folder / TEMPLATE).unlink()
     model = section(folder, chat_template="plain")
-    resolve_model(model)
-    assert model["chat_template"] == "plain"
+    assert resolve_model(model).chat_template == "plain"
 
 
 def test_sampling_of_the_model_is_noted_if_it_differs(folder: Path) -> None:
-    domains = {"d": {"sampling": {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}}}
+    domains = {"d": DomainSection(env="qa")}
     assert sampling_note(section(folder), domains) == ""
     edit(folder, "generation_config.json", do_sample=True, temperature=0.6, top_p=1.0, top_k=20)
     assert sampling_note(section(folder), domains) == (
@@ -268,7 +270,8 @@ def test_sampling_of_the_model_is_noted_if_it_differs(folder: Path) -> None:
 def test_checking_imports_neither_torch_nor_transformers(folder: Path) -> None:
     code = (
         "import sys; from rlearner_text.model_checks import check_trained_model\n"
-        f"check_trained_model({section(folder)!r})\n"
+        "from rlearner_text.config import ModelSection\n"
+        f"check_trained_model(ModelSection(path={str(folder)!r}))\n"
         "assert not {'torch', 'transformers'} & set(sys.modules), 'imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
@@ -277,11 +280,14 @@ def test_checking_imports_neither_torch_nor_transformers(folder: Path) -> None:
 @pytest.mark.parametrize("engine", ["hf", "vllm", "sglang"])
 def test_a_context_longer_than_the_positions_is_refused(folder: Path, engine: str) -> None:
     edit(folder, "config.json", max_position_embeddings=512)
-    config = {"model": section(folder), "rollout": {"engine": engine, "max_context_tokens": 513}}
+    model = section(folder)
+    settings = RunSettings(
+        model=model, rollout=RolloutSection(engine=engine, max_context_tokens=513)
+    )
     allowed = (
         "rollout.max_context_tokens: 513 is not allowed; at most 512, the positions of the model"
     )
     with pytest.raises(ConfigError, match=allowed):
-        rollout_checks.check(config)
-    config["rollout"]["max_context_tokens"] = 512
-    rollout_checks.check(config)
+        rollout_checks.check(settings)
+    fitting = RolloutSection(engine=engine, max_context_tokens=512)
+    rollout_checks.check(settings.model_copy(update={"rollout": fitting}))

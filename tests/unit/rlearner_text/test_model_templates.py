@@ -15,6 +15,7 @@ from template_models import make_tokenizer_folder
 
 from broker.contract import wire
 from broker.errors import ConfigError
+from broker.settings.schema.model import ModelSection
 from learner.offline.preference_pairs import load_pairs
 from rlearner_text.incremental_tokenization import Conversation
 from rlearner_text.openai.answer_store import AnswerStore
@@ -363,7 +364,7 @@ def test_plain_opens_with_the_token_that_the_tokenizer_puts_first(tmp_path: Path
 def test_a_process_that_joins_opens_no_file(setting: str, tmp_path: Path) -> None:
     folder = make_style_folder(tmp_path, STYLES["qwen3"])
     with pytest.raises(ConfigError, match="only the process that starts a run reads the file"):
-        Tokenizer.of_run(folder, {"model": {"chat_template": setting}})
+        Tokenizer.of_run(folder, ModelSection(chat_template=setting))
 
 
 def test_pad_equal_to_end_trains_the_end(tmp_path: Path) -> None:

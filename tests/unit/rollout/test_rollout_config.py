@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from broker.errors import ConfigError, UserError
+from broker.settings.run_settings import RunSettings
 from broker.settings.sections import parse
 from rollout.checks import check, refuse_sleepless
 from rollout.cli import parser
@@ -17,12 +18,12 @@ from rollout.server_options import server_section
 
 CONFIG: dict[str, Any] = {
     "rollout": RolloutSection(max_running=16, engine_args={"kv_slots": 20}).model_dump(mode="json"),
-    "domains": {"lake": {"max_context_tokens": 512}},
+    "domains": {"lake": {"env": "frozenlake", "max_context_tokens": 512}},
 }
 
 
 def own(*arguments: str) -> RolloutSection:
-    return server_section(CONFIG, parser().parse_args(arguments))
+    return server_section(RunSettings.of_config(CONFIG), parser().parse_args(arguments))
 
 
 def test_options_and_overrides_win_over_the_run() -> None:
@@ -139,7 +140,8 @@ def test_what_is_not_allowed_is_one_line(override: str, error: str) -> None:
 
 
 def test_plug_ins_by_path_bring_their_own_arguments() -> None:
-    check({"rollout": {"engine": "mine.py:Engine", "engine_args": {"anything": 1}}, "domains": {}})
+    section = RolloutSection(engine="mine.py:Engine", engine_args={"anything": 1})
+    check(RunSettings(rollout=section))
 
 
 def test_parse_names_unknown_keys_before_all_others() -> None:
