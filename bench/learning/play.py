@@ -18,7 +18,6 @@ import torch
 
 from broker.contract import wire
 from broker.settings.run_settings import RunSettings
-from broker.settings.runspec import section
 from envhub.domain import load_domains
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
 from envhub.servers.generate import SampledTurn, TurnFailed, TurnRequest
@@ -27,7 +26,6 @@ from envhub.tickets import assignment
 from envhub.tickets.assignment import TicketAssignment
 from envhub.workers.calls import EnvironmentCalls
 from rlearner_text.tokenizer import Tokenizer
-from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig, GenerationOutput
 from rollout.engines.hf.engine_core import EngineCore
 
@@ -38,15 +36,11 @@ class InlineHub:
     """Plays all tickets at once to their end, beginning with version 0 at ``model_path``."""
 
     def __init__(self, config: dict[str, Any], model_path: str) -> None:
+        settings = RunSettings.of_config(config)
         self._core = EngineCore(
-            EngineConfig(
-                model_path,
-                section(config, "rollout", RolloutSection),
-                device="cpu",
-                policy_version=0,
-            )
+            EngineConfig(model_path, settings.rollout, device="cpu", policy_version=0)
         )
-        self._domains = load_domains(RunSettings.of_config(config))
+        self._domains = load_domains(settings)
         self._players = EpisodeRunners(
             Tokenizer.load(model_path),
             self,
