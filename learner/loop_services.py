@@ -6,22 +6,14 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from broker.contract.streams import EVALTICKETS, TICKETS
 from broker.runtime.presence import Roster
 from broker.runtime.process import Member, Stop
-from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
-from broker.settings.runspec import domains, section
+from broker.settings.config import PRIVATE_STORE_GIB
+from broker.settings.run_settings import RunSettings
 from broker.settings.timeouts import seconds
 from learner.checkpoints.saver import CheckpointSaver
-from learner.config import (
-    CheckpointSection,
-    EvalSection,
-    SamplesSection,
-    TrackersSection,
-    TrainSection,
-)
 from learner.credit.ledger import Ledger
 from learner.credit.orphans import OrphanReaper
 from learner.credit.records import LedgerRecorder
@@ -56,7 +48,7 @@ def _startup_retry(folder: Path, stop: Stop, status: LearnerStatus) -> DiskRetry
 
 async def open_trackers(
     stack: AsyncExitStack,
-    config: dict[str, Any],
+    settings: RunSettings,
     folder: Path,
     *,
     run: str,
@@ -64,9 +56,8 @@ async def open_trackers(
     status: LearnerStatus,
 ) -> TrackerGroup:
     """Open the trackers before the learner takes the run: their settings may be refused."""
-    settings = section(config, "trackers", TrackersSection)
     trackers = await _startup_retry(folder, stop, status).in_thread(
-        TrackerGroup, settings, folder, run, config
+        TrackerGroup, settings.trackers, folder, run, settings.model_dump(mode="json")
     )
     stack.callback(trackers.close)
     return trackers
@@ -74,7 +65,7 @@ async def open_trackers(
 
 async def open_services(
     stack: AsyncExitStack,
-    config: dict[str, Any],
+    settings: RunSettings,
     folder: Path,
     *,
     member: Member,
@@ -95,10 +86,8 @@ async def open_services(
     bus = member.bus
     stop = member.stop
     startup_retry = _startup_retry(folder, stop, status)
-    transcripts = TranscriptFactory(config, folder)
-    showcase = EpisodeShowcase(
-        trackers, section(config, "trackers", TrackersSection), transcripts, folder
-    )
+    transcripts = TranscriptFactory(settings.model, folder)
+    showcase = EpisodeShowcase(trackers, settings.trackers, transcripts, folder)
     metrics_writer = await startup_retry.in_thread(
         partial(
             MetricsWriter,
@@ -114,14 +103,14 @@ async def open_services(
         )
     )
     stack.callback(metrics_writer.close)
-    samples = section(config, "samples", SamplesSection)
+    samples = settings.samples
     records = await startup_retry.in_thread(
         partial(LedgerRecorder, folder, ledger, samples, stop=stop, say=status.say_waiting)
     )
     stack.callback(records.close)
     saver = CheckpointSaver(
         folder / "checkpoints",
-        section(config, "checkpoint", CheckpointSection),
+        settings.checkpoint,
         bus,
         ledger=ledger,
         training=training,
@@ -135,7 +124,7 @@ async def open_services(
     gate = StoreGate(
         bus,
         ledger,
-        limit_gib=section(config, "broker", BrokerSection).store_max_gib,
+        limit_gib=settings.broker.store_max_gib,
         press_from_gib=PRIVATE_STORE_GIB,
         say=status.say_waiting,
         relieve=saver.relieve,
@@ -143,10 +132,10 @@ async def open_services(
     stack.push_async_callback(saver.close)
     await saver.open()
     await gate.look()
-    evaluation = section(config, "eval", EvalSection)
+    evaluation = settings.eval
     first_number = await bus.last_seq(EVALTICKETS) + 1
     evaluations = EvaluationQueue(
-        evaluation, domains(config), config["run"]["seed"], first_number=first_number
+        evaluation, settings.domains, settings.run.seed, first_number=first_number
     )
     evaluator = Evaluator(
         bus,
@@ -167,9 +156,10 @@ async def open_services(
     await watch.refuse_if_fenced()
     await evaluator.open()
     issuer = TicketIssuer(bus, TICKETS, gate.wait, member.spans.traces)
-    timeout_s = seconds(section(config, "train", TrainSection).ticket_timeout_s)
+    timeout_s = seconds(settings.train.ticket_timeout_s)
     pools = {
-        name: {reward.pool for reward in domain.rewards} for name, domain in domains(config).items()
+        name: {reward.pool for reward in domain.rewards}
+        for name, domain in settings.domains.items()
     }
     reaper = TicketReaper(
         bus,

@@ -125,13 +125,13 @@ def to_yaml(config: dict[str, Any]) -> str:
     )
 
 
-def data_digests(config: dict[str, Any]) -> dict[str, str]:
+def data_digests(settings: RunSettings) -> dict[str, str]:
     """Return the content digest of every data file that the run's hubs read.
 
     Raises:
         UserError: if a file cannot be read.
     """
-    digests: dict[str, str] = resolve("digests", DATA_DIGESTS, {})(RunSettings.of_config(config))
+    digests: dict[str, str] = resolve("digests", DATA_DIGESTS, {})(settings)
     return digests
 
 

@@ -19,20 +19,12 @@ from broker.jetstream.stored_message import peek_message
 from broker.runtime.presence import Roster
 from broker.runtime.process import Member, Stop, Stopped, unless_stopped
 from broker.runtime.shared_devices import SharedDevices, sharing
-from broker.settings.config import BrokerSection, TelemetrySection
-from broker.settings.runspec import domains, section
+from broker.settings.run_settings import RunSettings
 from broker.system import logs
 from broker.system.process_identity import this_process
 from broker.telemetry.traces import require_installed
 from learner.backends.parts.part_file import DamagedFileError
 from learner.checkpoints import checkpoint
-from learner.config import (
-    AlgorithmSection,
-    EvalSection,
-    FailuresSection,
-    SamplesSection,
-    TrainSection,
-)
 from learner.credit.ledger import Ledger, RulesUpdate
 from learner.credit.record_intake import rules_change
 from learner.credit.recovery import Recovery
@@ -53,7 +45,6 @@ from learner.training_setup import begin_imports, open_training
 from learner.warm_start import ModelPreparation, PreparationInterrupted
 from learner.weights.refusal_watch import watch_refusals
 from learner.weights.refusals import CheckOffer, OfferRefusals
-from rlearner_text.config import ModelSection
 from rlearner_text.model_files import share
 
 if TYPE_CHECKING:
@@ -91,13 +82,14 @@ async def serve_learner(
         UserError: if another learner is alive or took over, the broker lost state, or the user must
             fix something.
     """
-    run = config["run"]["name"]
+    settings = RunSettings.of_config(config)
+    run = str(settings.run.name)
     folder = run_folder(config)
     logs.identify(run=run, role="learner", process_id=ID)
-    if section(config, "telemetry", TelemetrySection).traces:
+    if settings.telemetry.traces:
         require_installed()
     is_new = not (folder / "config.yaml").exists()
-    refuse_fewer_steps(folder, run, section(config, "train", TrainSection).steps)
+    refuse_fewer_steps(folder, run, settings.train.steps)
     for change in await asyncio.to_thread(check_changes, folder, config, force=force):
         log.info("changed since the last start: %s", change)
     stop.health.set("starting", f"run {run}: waiting for a broker")
@@ -108,8 +100,8 @@ async def serve_learner(
             )
             stack.push_async_callback(bus.close)
             # Imports take seconds: they overlap with the broker and the reading of files.
-            begin_imports(config)
-            bus.replicas = section(config, "broker", BrokerSection).replicas
+            begin_imports(settings.train.backend)
+            bus.replicas = settings.broker.replicas
             await _refuse_foreign_run(bus, folder, is_new)
             rivals = await _refuse_rivals(stack, bus, folder, stop) if not take_over else None
             if is_new:
@@ -119,7 +111,9 @@ async def serve_learner(
             await bus.ensure_streams()
             stop.health.set("starting", f"run {run}: opening")
             stop.health.joined()
-            opening = _open_learner(config, folder, bus, stop, rivals, rebase=rebase, shared=shared)
+            opening = _open_learner(
+                settings, folder, bus, stop, rivals, rebase=rebase, shared=shared
+            )
             learner = await stack.enter_async_context(opening)
             # Only now: until then another learner may hold the run, on another broker.
             note_broker(folder, url)
@@ -159,7 +153,7 @@ async def _refuse_rivals(
 
 @asynccontextmanager
 async def _open_learner(
-    config: dict[str, Any],
+    settings: RunSettings,
     folder: Path,
     bus: Bus,
     stop: Stop,
@@ -171,14 +165,18 @@ async def _open_learner(
     """Open everything between the broker and the loop; close it in reverse order."""
     async with AsyncExitStack() as stack:
         placeholder = wire.RunSpec(
-            run=bus.run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=""
+            run=bus.run,
+            wire_version=wire.WIRE_VERSION,
+            epoch=0,
+            config=settings.model_dump(mode="json"),
+            model_path="",
         )
         member = Member(bus, placeholder, ID, "learner", stop)
         stack.push_async_callback(member.leave)
         roster = Roster(bus, beats=("rollout",), members=("envhub", "rewardhub"))
         devices = await stack.enter_async_context(sharing(member, shared, exclusive=True))
         learner = LearnerService(
-            config, folder, member, roster=roster, rivals=rivals, devices=devices
+            settings, folder, member, roster=roster, rivals=rivals, devices=devices
         )
         member.announce(learner.status.presence)
         member.report(learner.status.values, learner.status.text)
@@ -198,14 +196,14 @@ class LearnerService:
 
     def __init__(
         self,
-        config: dict[str, Any],
+        settings: RunSettings,
         folder: Path,
         member: Member,
         roster: Roster,
         rivals: RivalDetector | None,
         devices: SharedDevices | None = None,
     ) -> None:
-        self.config = config
+        self.settings = settings
         self.folder = folder
         self.member = member
         self.roster = roster
@@ -213,7 +211,7 @@ class LearnerService:
         self.bus = member.bus
         self.stop = member.stop
         self.devices = devices
-        self.train = section(config, "train", TrainSection)
+        self.train = settings.train
         self.status = LearnerStatus(
             self.stop, self.train.groups_per_step, lambda: self.watch.epoch, folder
         )
@@ -231,11 +229,11 @@ class LearnerService:
         learner keeps the run.
         """
         await self.watch.open()
-        self.digests = await asyncio.to_thread(data_digests, self.config)
+        self.digests = await asyncio.to_thread(data_digests, self.settings)
         self.model_path = model_path = await self._model_path()
         trackers = await open_trackers(
             stack,
-            self.config,
+            self.settings,
             self.folder,
             run=self.bus.run,
             stop=self.stop,
@@ -256,7 +254,7 @@ class LearnerService:
         self.sender = await self._open_sender(stack)
         self.services = await open_services(
             stack,
-            self.config,
+            self.settings,
             self.folder,
             member=self.member,
             roster=self.roster,
@@ -331,11 +329,11 @@ class LearnerService:
         self.status.say("loading the model")
         try:
             from_path = str(resumed.path) if resumed else model_path
-            keeps_samples = section(self.config, "samples", SamplesSection).keep
+            keeps_samples = self.settings.samples.keep
             # The seed of the configuration may have changed since.
             seed = self.ledger.rules.seed
             self.training = await open_training(
-                self.config,
+                self.settings,
                 from_path,
                 model_path,
                 devices=self.devices,
@@ -352,9 +350,8 @@ class LearnerService:
         stack.push_async_callback(asyncio.to_thread, self.training.close)
         if resumed is not None:
             await self.training.call(partial(checkpoint.load_state, resumed, self.training.backend))
-        model = section(self.config, "model", ModelSection)
-        rollout = self.config["rollout"]
-        max_context = rollout["max_context_tokens"]
+        model = self.settings.model
+        max_context = self.settings.rollout.max_context_tokens
         vocab_size = self.training.backend.vocab_size
         probe_ids = await asyncio.to_thread(
             read_probe_ids, model_path, model, vocab_size=vocab_size, max_context=max_context
@@ -365,7 +362,7 @@ class LearnerService:
                 self.train,
                 model.dtype,
                 probe_ids,
-                engine_dtype=rollout["dtype"],
+                engine_dtype=self.settings.rollout.dtype,
             )
         )
         if self.ledger.state.version >= self.train.steps:
@@ -376,8 +373,8 @@ class LearnerService:
 
     def _rules(self) -> TicketRules:
         """Return the rules of the configuration."""
-        algorithm = section(self.config, "algorithm", AlgorithmSection)
-        return rules_of(self.train, algorithm, domains(self.config), self.config["run"]["seed"])
+        algorithm = self.settings.algorithm
+        return rules_of(self.train, algorithm, self.settings.domains, self.settings.run.seed)
 
     async def _first_rules(self) -> TicketRules:
         """Return the first rules of the log: a learner killed early may have appended some."""
@@ -412,7 +409,7 @@ class LearnerService:
     async def _model_path(self) -> str:
         needs_warm_start = self._needs_warm_start()
         preparation = ModelPreparation(
-            self.config, self.folder, self.status.say, make_warm_start=needs_warm_start
+            self.settings, self.folder, self.status.say, make_warm_start=needs_warm_start
         )
         work = asyncio.create_task(asyncio.to_thread(preparation.model_path))
         stopping = asyncio.create_task(self.stop.asked.wait())
@@ -429,18 +426,15 @@ class LearnerService:
         if self._newest() is None:
             return True
         began_with = ((read_settings(self.folder) or {}).get("warm_start") or {}).get("steps")
-        has_reference = (
-            section(self.config, "algorithm", AlgorithmSection).kl_coef > 0
-            or self.train.lora is not None
-        )
+        has_reference = self.settings.algorithm.kl_coef > 0 or self.train.lora is not None
         return bool(began_with) and has_reference
 
     async def _take_epoch(self, model_path: str) -> None:
         """Fence the previous holder of the run and let the other processes join."""
         run = self.bus.run
-        config = self.config
+        config = self.settings.model_dump(mode="json")
         digests = self.digests
-        with_code = bool((config.get("model") or {}).get("trust_remote_code"))
+        with_code = self.settings.model.trust_remote_code
         spec = wire.RunSpec(
             run=run,
             wire_version=wire.WIRE_VERSION,
@@ -460,7 +454,7 @@ class LearnerService:
                     spec, above=noted_epoch(self.folder), cleared_epoch=cleared_epoch
                 )
         note_epoch(self.folder, self.watch.epoch, this_process())
-        write_config(self.folder, self.config)
+        write_config(self.folder, config)
         await asyncio.to_thread(
             partial(
                 note_start,
@@ -487,7 +481,7 @@ class LearnerService:
             from learner.weights.addresses import weights_address
             from learner.weights.snapshots import open_snapshots
 
-            bind = section(self.config, "broker", BrokerSection).bind
+            bind = self.settings.broker.bind
             if self.train.weights_snapshot_cert is not None:
                 bind = weights_address(self.train.weights_interface, self.bus.link.url)
             await open_snapshots(
@@ -508,8 +502,8 @@ class LearnerService:
         ledger = self.ledger
         roster = self.roster
         services = self.services
-        failures = section(self.config, "failures", FailuresSection)
-        table = domains(self.config)
+        failures = self.settings.failures
+        table = self.settings.domains
         failure_monitor = FailureMonitor(failures, self.train.groups_per_step, table)
         loop = TrainingLoop(
             self.bus,
@@ -553,7 +547,7 @@ class LearnerService:
                 end=self.stop.request,
             )
         )
-        tasks = section(self.config, "eval", EvalSection).tasks
+        tasks = self.settings.eval.tasks
         requests = OperatorRequests(
             self.bus,
             ledger,
@@ -603,7 +597,7 @@ class LearnerService:
 
     async def _check_offer(self, check: CheckOffer) -> str:
         """Return the first fault of the weights on offer, as far as this process can find one."""
-        model = section(self.config, "model", ModelSection)
+        model = self.settings.model
         if check.kind == "layout":
             return await self.training.call(
                 lambda: self.offering.layout_difference(self.model_path, model)

@@ -14,13 +14,11 @@ from typing import Any, Final
 from broker.errors import ConfigError
 from broker.runtime.shared_devices import SharedDevices
 from broker.settings.registry import resolve
-from broker.settings.runspec import domains, section
+from broker.settings.run_settings import RunSettings
 from learner.algorithm.advantages import ADVANTAGES
 from learner.backends import BACKENDS
-from learner.config import AlgorithmSection, TrainSection
 from learner.training import TrainingThread
 from learner.turns import DeviceTurns
-from rlearner_text.config import ModelSection
 from rlearner_text.transformers_import import import_transformers
 
 # Imports that take long and would otherwise happen during the first steps.
@@ -31,11 +29,9 @@ SLOW_MODULES: Final = (
 )
 
 
-def begin_imports(config: dict[str, Any]) -> None:
-    """Start importing the training libraries in a background thread: it takes seconds."""
-    asyncio.get_running_loop().run_in_executor(
-        None, _preload_backend, section(config, "train", TrainSection).backend
-    )
+def begin_imports(backend: str) -> None:
+    """Start importing a training backend in a background thread: it takes seconds."""
+    asyncio.get_running_loop().run_in_executor(None, _preload_backend, backend)
 
 
 def _preload_backend(backend: str) -> None:
@@ -60,7 +56,7 @@ def _import_backend(backend: str) -> Any:
 
 
 async def open_training(
-    config: dict[str, Any],
+    settings: RunSettings,
     model_path: str,
     first_path: str,
     *,
@@ -72,7 +68,6 @@ async def open_training(
     """Build the backend of a run's configuration in the training thread; the caller closes it.
 
     Args:
-        config: validated.
         model_path: the weights to continue from: a checkpoint's folder, or the first ones.
         first_path: the weights that the run began with, source of the reference and the tokenizer.
         devices: to take turns on with other processes.
@@ -83,10 +78,10 @@ async def open_training(
     Raises:
         ConfigError: if the backend refuses the configuration, or cannot take turns.
     """
-    train = section(config, "train", TrainSection)
-    algorithm = section(config, "algorithm", AlgorithmSection)
-    max_length = max(domain.max_context_tokens for domain in domains(config).values())
-    model = section(config, "model", ModelSection)
+    train = settings.train
+    algorithm = settings.algorithm
+    max_length = max(domain.max_context_tokens for domain in settings.domains.values())
+    model = settings.model
     backend_class = await asyncio.to_thread(_import_backend, train.backend)
     build = partial(
         backend_class,
@@ -94,10 +89,10 @@ async def open_training(
         train=train,
         algorithm=algorithm,
         model=model,
-        seed=config["run"]["seed"] if seed is None else seed,
+        seed=settings.run.seed if seed is None else seed,
         ref_path=first_path,
         max_length=max_length,
-        max_context=config["rollout"]["max_context_tokens"],
+        max_context=settings.rollout.max_context_tokens,
     )
     estimator = resolve("advantages", algorithm.adv_estimator, ADVANTAGES)
     if devices is not None and not getattr(backend_class, "offloads", False):

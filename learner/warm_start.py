@@ -7,15 +7,12 @@ import sys
 import threading
 from importlib import import_module
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from broker.errors import UserError
-from broker.settings.config import RunSection
-from broker.settings.runspec import section
+from broker.settings.run_settings import RunSettings
 from broker.system.children import spawn
-from learner.config import TrainSection, WarmStartSection
 from learner.prepare import Say, base_model
-from rlearner_text.config import ModelSection
 
 log = logging.getLogger(__name__)
 
@@ -28,22 +25,21 @@ class ModelPreparation:
     """Maker of the model that training starts from; blocking, meant for a thread.
 
     Args:
-        config: validated.
         folder: the run's, with its ``config.yaml``.
         say: receives progress messages for users.
         make_warm_start: make a missing warm start; False if a checkpoint replaces its weights.
     """
 
     def __init__(
-        self, config: dict[str, Any], folder: Path, say: Say, *, make_warm_start: bool = True
+        self, settings: RunSettings, folder: Path, say: Say, *, make_warm_start: bool = True
     ) -> None:
-        self._config = config
+        self._settings = settings
         self._folder = folder
         self._say = say
         self._make_warm_start = make_warm_start
-        self._model = section(config, "model", ModelSection)
-        self._warm = section(config, "warm_start", WarmStartSection)
-        self._run = section(config, "run", RunSection)
+        self._model = settings.model
+        self._warm = settings.warm_start
+        self._run = settings.run
         self._stopped = threading.Event()
 
     def stop(self) -> None:
@@ -119,7 +115,7 @@ class ModelPreparation:
         from learner.offline.supervised import fine_tune
 
         warm = self._warm
-        run = section(self._config, "train", TrainSection)
+        run = self._settings.train
         train = OfflineTrainSection(
             steps=warm.steps,
             batch_size=warm.batch_size,
@@ -145,7 +141,7 @@ class ModelPreparation:
             model=self._model,
             train=train,
             seed=self._run.seed,
-            max_context=self._config["rollout"]["max_context_tokens"],
+            max_context=self._settings.rollout.max_context_tokens,
             on_step=on_step,
         )
         log.info(

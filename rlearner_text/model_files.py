@@ -19,6 +19,7 @@ from broker.contract.sizes import PART_BYTES
 from broker.contract.streams import MODELS
 from broker.errors import UserError, WireError
 from broker.jetstream.bus import Bus
+from broker.settings.run_settings import RunSettings
 from broker.system.aside import aside
 from rlearner_text.atomic_folders import atomic_folder
 from rlearner_text.hub import TOKENIZER_FILES, is_local
@@ -84,7 +85,7 @@ async def local_model(bus: Bus, spec: wire.RunSpec) -> LocalModel:
         UserError: if neither this host nor the broker has its files, or the copy cannot be written.
     """
     wanted = spec.model_files
-    with_code = bool((spec.config.get("model") or {}).get("trust_remote_code"))
+    with_code = RunSettings.of_config(spec.config).model.trust_remote_code
     folder = Path(spec.model_path)
     if (
         not wanted

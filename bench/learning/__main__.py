@@ -23,6 +23,7 @@ from typing import Any
 from bench.learning import pool, report, settings
 from bench.learning.figures import algorithm_rows, loss_at, staleness_rows
 from broker.errors import UserError
+from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import load, validate
 
 
@@ -36,7 +37,9 @@ def warm_start(folder: Path, context: str) -> str:
     config = validate(load(settings.CONFIG, [*settings.COMMON, *own]))
     write_config(folder / name, config)
     return ModelPreparation(
-        config, (folder / name).absolute(), lambda text: print(text, file=sys.stderr, flush=True)
+        RunSettings.of_config(config),
+        (folder / name).absolute(),
+        lambda text: print(text, file=sys.stderr, flush=True),
     ).model_path()
 
 

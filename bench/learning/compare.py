@@ -28,6 +28,7 @@ import numpy as np
 from bench.learning.arm import TrainingArm, measure
 from bench.learning.figures import interval, rate
 from broker.errors import ConfigError, UserError
+from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import load, validate
 from broker.system.private_files import private_write
 
@@ -73,7 +74,9 @@ def warm_start(folder: Path, config_path: str, overrides: Sequence[str]) -> str:
     )
     write_config(folder / "warm", config)
     return ModelPreparation(
-        config, (folder / "warm").absolute(), lambda text: print(text, file=sys.stderr, flush=True)
+        RunSettings.of_config(config),
+        (folder / "warm").absolute(),
+        lambda text: print(text, file=sys.stderr, flush=True),
     ).model_path()
 
 

@@ -22,6 +22,7 @@ from broker.contract import wire
 from broker.contract.streams import EVALTICKETS, SAMPLES, TICKETS
 from broker.runtime.process import Stop
 from broker.settings.config import DomainSection
+from broker.settings.schema.model import ModelSection
 from learner.config import EvalSection
 from learner.credit import record_intake
 from learner.credit.ledger import Action, ForgetTicket, IssueTicket, Ledger
@@ -92,7 +93,7 @@ class SoakLearner:
             folder,
             "",
             patience,
-            TranscriptFactory({}, folder),
+            TranscriptFactory(ModelSection(), folder),
             every_s=LOOK_S,
         )
         self.boundary = ledger.dump()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,14 +17,12 @@ from rlearner_text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 
-def load_tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer | None, str]:
+def load_tokenizer(model: ModelSection, folder: Path) -> tuple[Tokenizer | None, str]:
     """Return the tokenizer of a run's model and its path, or None and the reason.
 
     Args:
-        config: of the run.
         folder: of the run; holds the model if the configuration names none.
     """
-    model = ModelSection.model_validate(config.get("model") or {})
     path = model.path or folder / "model"
     try:
         if model.path is None and not (folder / "model").is_dir():
@@ -65,13 +63,13 @@ def _indent_code(text: str) -> str:
 class TranscriptFactory:
     """Factory of transcripts; loads the tokenizer when first needed."""
 
-    def __init__(self, config: Mapping[str, Any], folder: Path) -> None:
-        self._config = config
+    def __init__(self, model: ModelSection, folder: Path) -> None:
+        self._model = model
         self._folder = folder
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
-        tokenizer, path = load_tokenizer(self._config, self._folder)
+        tokenizer, path = load_tokenizer(self._model, self._folder)
         if tokenizer is None:
             log.warning("tokenizer for texts: %s", path)
         return tokenizer

@@ -28,12 +28,11 @@ from broker.runtime.process import Stop, Stopped
 from broker.server.private_server import BrokerServer
 from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
 from broker.settings.run_settings import RunSettings
-from broker.settings.runspec import domains, publish_runspec, section
+from broker.settings.runspec import publish_runspec, section
 from broker.system.locks import lock
 from broker.system.private_files import private_write
 from broker.system.visible_text import visible
 from envhub.config import check_templates
-from learner.config import EvalSection
 from learner.disk_retry import DiskRetry
 from learner.evaluation.evaluation import Evaluation, EvaluationQueue
 from learner.evaluation.evaluator import Evaluator
@@ -161,11 +160,12 @@ async def _start_processes(
 ) -> AsyncIterator[tuple[Bus, Evaluator, EvaluationQueue]]:
     """Start all processes and issue the tickets; results are read until the context exits."""
     async with AsyncExitStack() as stack:
-        run = config["run"]["name"]
+        settings = RunSettings.of_config(config)
+        run = str(settings.run.name)
         bus = await Bus.connect(url, run, name="eval", deadline_s=30.0)
         stack.push_async_callback(bus.close)
         await bus.ensure_streams()
-        digests = await asyncio.to_thread(data_digests, config)
+        digests = await asyncio.to_thread(data_digests, settings)
         spec = wire.RunSpec(
             run, wire.WIRE_VERSION, epoch=0, config=config, model_path=model, data_digests=digests
         )
@@ -179,12 +179,11 @@ async def _start_processes(
         roster = Roster(bus, beats=("rollout",))
         await roster.start()
         stack.push_async_callback(roster.close)
-        settings = section(config, "eval", EvalSection)
         evaluations = EvaluationQueue(
-            settings, domains(config), config["run"]["seed"], num_tasks=num_tasks
+            settings.eval, settings.domains, settings.run.seed, num_tasks=num_tasks
         )
         disk_retry = DiskRetry(folder, stop, "the evaluated episodes are not kept")
-        transcripts = TranscriptFactory({"model": {**config["model"], "path": model}}, folder)
+        transcripts = TranscriptFactory(settings.model.model_copy(update={"path": model}), folder)
         evaluator = Evaluator(
             bus,
             evaluations,

@@ -12,6 +12,7 @@ from typing import Any
 from broker.contract import wire
 from broker.errors import UserError
 from broker.jetstream.bus import LogRecord
+from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import section
 from learner.checkpoints import checkpoint
 from learner.config import CheckpointSection
@@ -61,7 +62,10 @@ class ReplayTraining:
         start = self._start
         records = self._records(self.ledger.state.position + 1)
         self.training = await open_training(
-            self._config, start.model_path, start.first_path, seed=self.ledger.rules.seed
+            RunSettings.of_config(self._config),
+            start.model_path,
+            start.first_path,
+            seed=self.ledger.rules.seed,
         )
         try:
             if start.resumed is not None:

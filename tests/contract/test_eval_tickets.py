@@ -15,6 +15,7 @@ from broker.contract.streams import EVALS, EVALTICKETS
 from broker.jetstream.bus import Bus, Delivery
 from broker.runtime.process import Stop
 from broker.settings.config import DomainSection
+from broker.settings.schema.model import ModelSection
 from learner.config import EvalSection
 from learner.disk_retry import DiskRetry
 from learner.evaluation import evaluator as module
@@ -42,7 +43,7 @@ async def evaluating(bus: Bus, folder: Path, timeout_s: float) -> AsyncIterator[
         folder / "evals",
         "",
         DiskRetry(folder, Stop(), "nothing is kept"),
-        TranscriptFactory({}, folder),
+        TranscriptFactory(ModelSection(), folder),
     )  # type: ignore[arg-type]
     await made.open()
     tasks = [asyncio.create_task(work) for work in made.services()]

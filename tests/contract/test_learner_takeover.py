@@ -19,6 +19,7 @@ from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop, Stopped
 from broker.server.private_server import BrokerServer
+from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import publish_runspec
 from learner.checkpoints import checkpoint
 from learner.run_watch import EpochWatch
@@ -36,9 +37,9 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> Callable[[Meanwhile], list[str]]:
         paths: list[str] = []
 
         async def loading(
-            config: dict[str, Any], model_path: str, first_path: str, **more: Any
+            settings: RunSettings, model_path: str, first_path: str, **more: Any
         ) -> Any:
-            made = await open_training(config, model_path, first_path, **more)
+            made = await open_training(settings, model_path, first_path, **more)
             if not paths and (work := meanwhile()) is not None:
                 await work
             paths.append(Path(model_path).name)

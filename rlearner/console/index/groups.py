@@ -15,6 +15,7 @@ from typing import Any, Final
 from broker.contract import wire
 from broker.errors import UserError
 from broker.jetstream.bus import LogRecord
+from broker.settings.run_settings import RunSettings
 from learner.algorithm.token_figures import TokenFigures
 from learner.credit import archive
 from learner.credit.token_files import read_figures
@@ -109,7 +110,8 @@ def _tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer | Non
         key = str(folder), 0
     with _loading:
         if key not in _tokenizers:
-            _tokenizers[key] = load_tokenizer(config, folder)
+            model = RunSettings.of_config({"model": config.get("model")}).model
+            _tokenizers[key] = load_tokenizer(model, folder)
             while len(_tokenizers) > KEPT_TOKENIZERS:
                 _tokenizers.popitem(last=False)
         return _tokenizers[key]

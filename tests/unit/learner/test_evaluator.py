@@ -19,6 +19,7 @@ from broker.errors import UserError
 from broker.jetstream.bus import LogRecord
 from broker.runtime.process import Stop
 from broker.settings.config import DomainSection
+from broker.settings.schema.model import ModelSection
 from learner.config import EvalSection
 from learner.disk_retry import DiskRetry
 from learner.evaluation.evaluation import Evaluation, EvaluationQueue
@@ -92,7 +93,13 @@ def evaluator(folder: Path, stop: Stop) -> Evaluator:
     )
     patience = DiskRetry(folder, stop, "nothing is kept")
     return Evaluator(
-        Log(), evaluations, None, folder / "evals", "", patience, TranscriptFactory({}, folder)
+        Log(),
+        evaluations,
+        None,
+        folder / "evals",
+        "",
+        patience,
+        TranscriptFactory(ModelSection(), folder),
     )  # type: ignore[arg-type]
 
 
@@ -211,7 +218,7 @@ async def test_others_are_measured_whenever_the_actor_is_and_shown_beside_it(
         tmp_path,
         "",
         DiskRetry(tmp_path, stop, "x"),
-        TranscriptFactory({}, tmp_path),
+        TranscriptFactory(ModelSection(), tmp_path),
         ["old", "absent"],
     )  # type: ignore[arg-type]
     made.step_completed(4, 20)

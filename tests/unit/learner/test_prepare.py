@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import load
 from learner.warm_start import ModelPreparation
 
@@ -26,7 +27,7 @@ def test_a_warm_start_begins_when_its_libraries_are_imported_whole(
     monkeypatch.setattr("learner.warm_start.import_module", lambda name: imported("slow_library"))
     (tmp_path / "demos.jsonl").write_text("")
     config = load("configs/quickstart.yaml", ["model.path=somebody/model"])
-    preparation = ModelPreparation(config, tmp_path, lambda text: None)
+    preparation = ModelPreparation(RunSettings.of_config(config), tmp_path, lambda text: None)
     monkeypatch.setattr("learner.warm_start.base_model", lambda *_: "model")
     whole: list[bool] = []
     monkeypatch.setattr(
@@ -64,7 +65,9 @@ def test_a_warm_start_is_made_only_where_it_is_missing_and_needed(
         "configs/quickstart.yaml",
         ["model.path=somebody/model", f"warm_start.steps={steps}", f"warm_start.data={data}"],
     )
-    preparation = ModelPreparation(config, tmp_path, lambda text: None, make_warm_start=makes)
+    preparation = ModelPreparation(
+        RunSettings.of_config(config), tmp_path, lambda text: None, make_warm_start=makes
+    )
     monkeypatch.setattr("learner.warm_start.base_model", lambda *_: str(tmp_path / "model"))
     trained: list[str] = []
     monkeypatch.setattr(preparation, "_train", lambda path, data, out: trained.append(path))

@@ -13,6 +13,7 @@ import yaml
 
 from bench.support import made_up_hub
 from broker.contract import wire
+from broker.settings.schema.model import ModelSection
 from learner.config import TrackersSection
 from learner.reporting.showcase import EpisodeShowcase
 from learner.reporting.trackers import TrackerGroup
@@ -51,7 +52,9 @@ made: list[Kept] = []
 def showcase(folder: Path, **settings: Any) -> tuple[EpisodeShowcase, Kept]:
     section = TrackersSection(use=[f"{__name__}:Kept"], **settings)
     trackers = TrackerGroup(section, folder, "demo", {})
-    return EpisodeShowcase(trackers, section, TranscriptFactory({}, folder), folder), made[-1]
+    return EpisodeShowcase(
+        trackers, section, TranscriptFactory(ModelSection(), folder), folder
+    ), made[-1]
 
 
 def group(number: int) -> wire.Group:
@@ -77,7 +80,7 @@ def test_a_transcript_is_the_whole_prompt_and_what_followed(tmp_path: Path) -> N
     tokenizer = Tokenizer.load(model)
     prompt, text = tokenizer.encode("S F F H\nwhat now?"), tokenizer.encode("right")
     one = made_up_hub.trajectory(0, [*prompt, *text], [-1.0] * len(text), version=0, reward=1.0)
-    assert TranscriptFactory({}, tmp_path).of(one) == Transcript(
+    assert TranscriptFactory(ModelSection(), tmp_path).of(one) == Transcript(
         "S F F H\nwhat now?", "right", 1.0, success=True
     )
 
@@ -87,7 +90,7 @@ def test_without_a_tokenizer_tokens_are_numbers(
 ) -> None:
     one = group(1).trajectories[0]
     ids = [str(number) for number in one.token_ids.array().tolist()]
-    transcripts = TranscriptFactory({}, tmp_path)
+    transcripts = TranscriptFactory(ModelSection(), tmp_path)
     assert [transcripts.of(one).prompt, transcripts.of(one).text] == [
         " ".join(ids[:5]),
         " ".join(ids[5:]),
@@ -159,7 +162,9 @@ def test_only_the_shown_episode_is_decoded_without_a_tracker_that_takes_tables(
     monkeypatch.setattr(TranscriptFactory, "of", noted)
     section = TrackersSection(use=[f"{__name__}:Texts"], texts_every=1)
     trackers = TrackerGroup(section, tmp_path, "demo", {})
-    shows = EpisodeShowcase(trackers, section, TranscriptFactory({}, tmp_path), tmp_path)
+    shows = EpisodeShowcase(
+        trackers, section, TranscriptFactory(ModelSection(), tmp_path), tmp_path
+    )
     shows.accepted(group(1))
     shows.step_completed(1)
     assert [list(texts) for texts in plain[-1].texts_of] == [["samples/lake"]]
