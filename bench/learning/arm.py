@@ -23,19 +23,17 @@ from broker.contract import codec, wire
 from broker.errors import UserError
 from broker.jetstream.bus import LogRecord
 from broker.settings.registry import resolve
-from broker.settings.runspec import domains, section
+from broker.settings.run_settings import RunSettings
 from envhub.tickets.assignment import assignment
 from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.episodes import episode_rewards
 from learner.backends import BACKENDS
-from learner.config import AlgorithmSection, EvalSection, TrainSection
 from learner.credit import record_intake
 from learner.credit.ledger import Action, ForgetTicket, HoldGroup, IssueTicket, Ledger, TakeGroup
 from learner.credit.ticket_rules import rules_of
 from learner.evaluation.evaluation import EvaluationQueue
 from learner.training import TrainingThread
 from learner.weights.probing import WeightProbe
-from rlearner_text.config import ModelSection
 
 SHOWN = (
     *("actor/grad_norm", "actor/entropy", "actor/pg_clipfrac", "actor/ppo_kl"),
@@ -52,13 +50,14 @@ class TrainingArm:
     """
 
     def __init__(self, config: dict[str, Any], model_path: str) -> None:
-        self._config = config
         self._path = model_path
-        self._train = section(config, "train", TrainSection)
-        self._algorithm = section(config, "algorithm", AlgorithmSection)
-        self._model = section(config, "model", ModelSection)
-        self._domains = domains(config)
-        self._seed = int(config["run"]["seed"])
+        settings = RunSettings.of_config(config)
+        self._train = settings.train
+        self._algorithm = settings.algorithm
+        self._model = settings.model
+        self._domains = settings.domains
+        self._seed = settings.run.seed
+        self._evaluation = settings.eval
         self.ledger = Ledger(rules_of(self._train, self._algorithm, self._domains, self._seed))
         self.hub = InlineHub(config, model_path)
         self._granted: list[wire.Ticket] = []
@@ -87,9 +86,7 @@ class TrainingArm:
 
     async def success(self) -> list[int]:
         """Return solved episodes of each held-out task with the current weights."""
-        evaluations = EvaluationQueue(
-            section(self._config, "eval", EvalSection), self._domains, self._seed
-        )
+        evaluations = EvaluationQueue(self._evaluation, self._domains, self._seed)
         tickets = evaluations.start(self.hub.version, "actor", self.hub.version, 0.0)
         finished = None
         for group in await self.hub.play([assignment(ticket) for ticket in tickets]):

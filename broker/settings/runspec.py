@@ -128,7 +128,7 @@ def validate(
                 raise UserError(
                     f"{name}: with that section it is a configuration for `{command}`, not for a run"
                 )
-            raise ConfigError(name, config[name], unknown(name, sections, ""))
+            raise ConfigError(name, config[name], unknown(name, sections, "", config[name]))
     parsed = {name: _parse_section(name, config.get(name), sections[name]) for name in sections}
     if sections is not SECTIONS:
         return {name: value.model_dump(mode="json") for name, value in parsed.items()}

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import pydantic
 
 from broker.errors import ConfigError
+from broker.settings.foreign_names import own_name
 from broker.system.redaction import HIDDEN, is_secret_name
 
 M = TypeVar("M", bound=pydantic.BaseModel)
@@ -53,7 +54,9 @@ def _config_error(
     if problem["type"] == "extra_forbidden":
         *above, name = location
         return ConfigError(
-            key, problem["input"], unknown(name, _keys_at(model, above), ".".join((where, *above)))
+            key,
+            problem["input"],
+            unknown(name, _keys_at(model, above), ".".join((where, *above)), problem["input"]),
         )
     if problem["type"] == "missing":
         return ConfigError(key, None, "it must be given")
@@ -90,14 +93,19 @@ def _inner(annotation: Any) -> Any:
     return annotation
 
 
-def unknown(name: str, names: Mapping[str, object] | Sequence[str], where: str) -> str:
+def unknown(
+    name: str, names: Mapping[str, object] | Sequence[str], where: str, value: object = None
+) -> str:
     """Return the message for an unknown key.
 
     Args:
         names: the known keys.
         where: the key above them, empty at the top.
+        value: of the key.
     """
     prefix = f"{where}." if where else ""
+    if own := own_name(prefix + name, value):
+        return f"unknown key, did you mean {own!r}?"
     if close := difflib.get_close_matches(name, list(names), n=1):
         return f"unknown key, did you mean {prefix + close[0]!r}?"
     return f"unknown key, known here: {', '.join(names) or 'none'}"
