@@ -14,11 +14,9 @@ from broker.errors import ConfigError, UserError
 from broker.settings.config import RunSection
 from broker.settings.registry import resolve
 from broker.settings.run_settings import RunSettings
-from broker.settings.runspec import section
 from broker.system.entry import EXIT_STOPPED
 from broker.system.private_files import private_folder, private_write
 from learner.checkpoints import checkpoint
-from learner.config import TrainSection
 from rlearner_text.config import ModelSection
 
 log = logging.getLogger(__name__)
@@ -41,13 +39,12 @@ def name_run(config: dict[str, Any], path: str) -> dict[str, Any]:
     return {**config, "run": run}
 
 
-def run_folder(config: dict[str, Any]) -> Path:
+def run_folder(run: RunSection) -> Path:
     """Return ``<run.dir>/<run.name>``, absolute because other processes receive paths below it.
 
     Raises:
         ConfigError: if a file is in the way.
     """
-    run = section(config, "run", RunSection)
     folder = (Path(run.dir) / str(run.name)).absolute()
     nearest = next(path for path in (folder, *folder.parents) if path.exists())
     if not nearest.is_dir():
@@ -70,11 +67,11 @@ def make_folder(folder: Path) -> Path:
     return folder
 
 
-def exit_code(config: dict[str, Any]) -> int:
-    """Return 0 if the run of a validated configuration is complete, else 130 (stopped)."""
-    newest = checkpoint.newest_checkpoint(run_folder(config) / "checkpoints")
-    steps = section(config, "train", TrainSection).steps
-    return 0 if newest is not None and newest.step >= steps else EXIT_STOPPED
+def exit_code(settings: RunSettings) -> int:
+    """Return 0 if the run is complete, else 130 (stopped)."""
+    newest = checkpoint.newest_checkpoint(run_folder(settings.run) / "checkpoints")
+    is_complete = newest is not None and newest.step >= settings.train.steps
+    return 0 if is_complete else EXIT_STOPPED
 
 
 def nothing_left(run: str, steps: int) -> str:

@@ -84,7 +84,7 @@ async def serve_learner(
     """
     settings = RunSettings.of_config(config)
     run = str(settings.run.name)
-    folder = run_folder(config)
+    folder = run_folder(settings.run)
     logs.identify(run=run, role="learner", process_id=ID)
     if settings.telemetry.traces:
         require_installed()

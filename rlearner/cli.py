@@ -184,11 +184,12 @@ def _start_learner(options: argparse.Namespace) -> int:
         from rlearner.ops.continue_line import continue_line_at_exit
         from rlearner.ops.folder_cleanup import removed_on_failure
 
+        settings = RunSettings.of_config(config)
         with (
             # The line reads the folder, so it is printed before a failed start removes that.
             contextlib.suppress(process.Stopped),
-            removed_on_failure(run_folder(config)),
-            continue_line_at_exit(config, options.broker),
+            removed_on_failure(run_folder(settings.run)),
+            continue_line_at_exit(settings, options.broker),
         ):
             await serve_learner(
                 config,
@@ -200,13 +201,14 @@ def _start_learner(options: argparse.Namespace) -> int:
                 force=options.force,
                 shared=shared,
             )
-        return exit_code(config)
+        return exit_code(settings)
 
     return process.main("learner", body, stopped=EXIT_STOPPED)
 
 
 def _check_config(options: argparse.Namespace) -> int:
     from broker.settings import timeouts
+    from broker.settings.config import RunSection
     from broker.settings.run_settings import RunSettings
     from broker.settings.runspec import load, validate
     from learner.credit import capacity
@@ -235,7 +237,8 @@ def _check_config(options: argparse.Namespace) -> int:
         if own_sampling:
             notes.append(own_sampling)
         findings = fleet_findings(checked)
-    run_folder(name_run(checked, options.config))  # fails where no folder can be created
+    named = name_run(checked, options.config)
+    run_folder(RunSection.model_validate(named["run"]))  # fails where no folder can be created
     if options.json:
         rows = [asdict(finding) for finding in findings]
         print(visible_json({"config": checked, "notes": list(notes), "findings": rows}))

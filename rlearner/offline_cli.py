@@ -8,6 +8,7 @@ import sys
 from typing import Any, Final
 
 from broker.settings.arguments import add_broker, add_config, add_json
+from broker.settings.config import RunSection
 
 HELP: Final = {
     "sft": "fine-tune a model on conversations",
@@ -46,7 +47,7 @@ def run_offline(options: argparse.Namespace) -> int:
         validate_config(options.pipeline, load(options.config, options.overrides)), options.config
     )
     require_installed(learner_findings(config))
-    folder = run_folder(config)
+    folder = run_folder(RunSection.model_validate(config["run"]))
     run_name = config["run"]["name"]
     # Not at the top of the file: it imports torch.
     from learner.offline.run import run_pipeline as train

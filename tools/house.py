@@ -69,11 +69,11 @@ REACHED: Final[Mapping[str, float]] = {
     "repeated_class_names": 10,
     "max_modules_per_folder": 26,
     "functions_over_45_statements": 9,
-    "settings_as_dict": 153,
+    "settings_as_dict": 144,
     "files_spelling_nccl": 22,
     "stray_unit_tests": 163,
     "archaic": 46,
-    "statements_share": 1.0157,
+    "statements_share": 1.0156,
     "bench_lines": 22_833,
 }
 

@@ -19,6 +19,7 @@ from typing import IO, Any, Final
 import yaml
 
 from broker.errors import UserError
+from broker.settings.config import RunSection
 from broker.settings.registry import resolve
 from broker.settings.runspec import digest_file, section
 from broker.system.locks import lock
@@ -65,7 +66,7 @@ def run_pipeline(name: str, config: dict[str, Any], url: str = "") -> OfflineRes
         UserError: if the settings differ from those of the run's start, there is no such model, a
             row is malformed, the loss is not finite, or another process trains the run.
     """
-    folder = run_folder(config)
+    folder = run_folder(section(config, "run", RunSection))
     with _lock_folder(folder, config["run"]["name"]):
         return _train_run(name, config, folder, url)
 

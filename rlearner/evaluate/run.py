@@ -26,7 +26,7 @@ from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
 from broker.runtime.process import Stop, Stopped
 from broker.server.private_server import BrokerServer
-from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
+from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection, RunSection
 from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import publish_runspec, section
 from broker.system.locks import lock
@@ -73,7 +73,7 @@ async def evaluate_model(
     """
     logging.getLogger().setLevel("WARNING")
     path = await asyncio.to_thread(_find_model, model, config)
-    folder = run_folder(config)
+    folder = run_folder(section(config, "run", RunSection))
     began = time.monotonic()
     with lock(make_folder(folder) / UP_LOCK, _busy_message(folder), wait_s=0.5):
         write_config(folder, config)

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from broker.errors import UserError
+from broker.settings.config import RunSection
 from broker.settings.config_file import locate
 from broker.settings.runspec import load
 from learner.prepare import name_run, run_folder
@@ -44,7 +45,7 @@ def plan_run(options: argparse.Namespace) -> int:
             run=run,
         )
         notes.append(f"wrote plan 1: {' '.join(map(str, files))}")
-        if (folder := run_folder(config)).exists():
+        if (folder := run_folder(RunSection.model_validate(config["run"]))).exists():
             notes.append(
                 f"run {run} exists in {folder}: the scripts continue it; "
                 "for a new run, set run.name"

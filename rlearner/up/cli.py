@@ -56,6 +56,7 @@ def run_up(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
 
     async def body(stop: Stop) -> int:
+        from broker.settings.run_settings import RunSettings
         from broker.settings.runspec import load, validate
         from learner.gpu_selection import with_weights_on_host
         from learner.prepare import exit_code, name_run
@@ -67,18 +68,19 @@ def run_up(arguments: argparse.Namespace) -> int:
         if arguments.share_gpus:
             config = with_weights_on_host(config)
         config = validate(config)
+        settings = RunSettings.of_config(config)
         say = Output(as_json=arguments.json)
-        if await is_completed(config, say):
+        if await is_completed(settings, say):
             return 0
         await asyncio.to_thread(require_fleet, config)
         # The learner gets the name that was chosen here, which may be generated from the time.
         overrides = [text for text in arguments.overrides if not text.startswith("run.name=")]
-        start_args = [arguments.config, *overrides, f"run.name={config['run']['name']}"]
+        start_args = [arguments.config, *overrides, f"run.name={settings.run.name}"]
         if arguments.metrics_port is not None:
             start_args += ["--metrics-port", str(arguments.metrics_port)]
             start_args += ["--metrics-bind", arguments.metrics_bind]
         await run_processes(
-            config,
+            settings,
             start_args,
             stop,
             say,
@@ -87,6 +89,6 @@ def run_up(arguments: argparse.Namespace) -> int:
             share_gpus=arguments.share_gpus,
             listen=(arguments.bind, arguments.port),
         )
-        return exit_code(config)
+        return exit_code(settings)
 
     return main("up", body)

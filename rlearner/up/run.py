@@ -13,7 +13,6 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -25,10 +24,9 @@ from broker.runtime.presence import Roster
 from broker.runtime.process import Stop
 from broker.server.private_server import BrokerServer
 from broker.server.server_supervisor import ServerSupervisor
-from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection
-from broker.settings.runspec import section
+from broker.settings.config import PRIVATE_STORE_GIB, RunSection
+from broker.settings.run_settings import RunSettings
 from learner.checkpoints.checkpoint import newest_checkpoint
-from learner.config import EvalSection, TrainSection
 from learner.prepare import nothing_left, refuse_fewer_steps, run_folder
 from learner.resume_checks import check_changes
 from learner.run_folder import STORE, noted_epoch
@@ -54,20 +52,20 @@ LEARNER_PATIENCE_S = 30.0
 HUB_NICE = 10
 
 
-async def is_completed(config: dict[str, Any], say: Output) -> bool:
+async def is_completed(settings: RunSettings, say: Output) -> bool:
     """Return whether the run has made all its steps, and print so; call it before any write.
 
     Raises:
         UserError: if the run is live, has made more steps than that, or only another broker has its
             streams.
     """
-    run_folder(config)  # fails where no folder can be created
-    run, folder = _name_and_folder(config)
+    run_folder(settings.run)  # fails where no folder can be created
+    run, folder = _name_and_folder(settings.run)
     newest = newest_checkpoint(folder / "checkpoints")
-    steps = section(config, "train", TrainSection).steps
+    steps = settings.train.steps
     if newest is not None and newest.step == steps:
         text = nothing_left(run, steps)
-        resume = continue_line(config).strip()
+        resume = continue_line(settings).strip()
         say(
             "completed",
             f"{text}\n{resume}".rstrip(),
@@ -82,13 +80,14 @@ async def is_completed(config: dict[str, Any], say: Output) -> bool:
     return False
 
 
-def _name_and_folder(config: dict[str, Any]) -> tuple[str, Path]:
+def _name_and_folder(run: RunSection) -> tuple[str, Path]:
     """Return the run's name, and its folder as the user would write it."""
-    return config["run"]["name"], Path(config["run"]["dir"]) / config["run"]["name"]
+    name = str(run.name)
+    return name, Path(run.dir) / name
 
 
 async def run_processes(
-    config: dict[str, Any],
+    settings: RunSettings,
     args: list[str],
     stop: Stop,
     say: Output,
@@ -101,7 +100,7 @@ async def run_processes(
     """Start everything, show it, and stop it at its end, on a signal, or if a child cannot run.
 
     Args:
-        config: the validated configuration, with ``run.name`` set.
+        settings: with ``run.name`` set.
         args: for ``rlearner start``: the file and the overrides.
         say: prints what happens.
         force: see ``learner/resume_checks.py``.
@@ -114,16 +113,12 @@ async def run_processes(
             another ``rlearner up`` holds the folder.
     """
     if share_gpus:
-        refuse_sleepless(config["rollout"]["engine"])
-    run, folder = _name_and_folder(config)
-    settings = section(config, "broker", BrokerSection)
-    config = {
-        **config,
-        "broker": {
-            **config["broker"],
-            "store_max_gib": settings.store_max_gib or PRIVATE_STORE_GIB,
-        },
-    }
+        refuse_sleepless(settings.rollout.engine)
+    run, folder = _name_and_folder(settings.run)
+    store_max_gib = settings.broker.store_max_gib or PRIVATE_STORE_GIB
+    limited = settings.broker.model_copy(update={"store_max_gib": store_max_gib})
+    settings = settings.model_copy(update={"broker": limited})
+    config = settings.model_dump(mode="json")
     changed = await asyncio.to_thread(check_changes, folder, config, force=force)
     flags = [*["--force"] * force, *["--rebase"] * rebase, *["--share-gpus"] * share_gpus]
     with removed_on_failure(folder), RunClaim(folder, run) as claim:
@@ -132,7 +127,7 @@ async def run_processes(
         for change in changed:
             say("changed", f"changed since the last start: {change}", change=change)
         await _run_fleet(
-            config,
+            settings,
             run,
             folder,
             args=[*args, *flags],
@@ -145,7 +140,7 @@ async def run_processes(
 
 
 async def _run_fleet(
-    config: dict[str, Any],
+    settings: RunSettings,
     run: str,
     folder: Path,
     *,
@@ -156,17 +151,16 @@ async def _run_fleet(
     listen: tuple[str, int],
     share_gpus: bool,
 ) -> None:
-    settings = section(config, "broker", BrokerSection)
     logs = folder / "logs"
     began = time.monotonic()
     epoch = noted_epoch(folder)
-    store_max_gib = config["broker"]["store_max_gib"]
+    store_max_gib = settings.broker.store_max_gib or PRIVATE_STORE_GIB
     bind, port = listen
     server = BrokerServer(
         str(folder / STORE),
         bind=bind,
         port=port,
-        sync_always=settings.sync_always,
+        sync_always=settings.broker.sync_always,
         store_max_gib=store_max_gib,
         num_procs=1,
     )
@@ -191,13 +185,13 @@ async def _run_fleet(
             )
             for hub in ("envhub", "rewardhub"):
                 fleet.add(hub, f"{hub}.cli", ["--id", f"{hub}-1"], nice=HUB_NICE)
-            evaluation = section(config, "eval", EvalSection)
+            evaluation = settings.eval
             if evaluation.every_steps and "random" in (evaluation.baseline, *evaluation.against):
                 # The value of an override is YAML, which includes JSON.
                 engine_args = f"engine_args={json.dumps(evaluation.baseline_args)}"
                 random_args = ["--engine", "random", "--policy", "random", "--id", "random-1"]
                 fleet.add("rollout-random", "rollout.cli", [*random_args, engine_args])
-            await _show_run(config, broker, fleet, learner=learner, stop=stop, say=say)
+            await _show_run(settings, broker, fleet, learner=learner, stop=stop, say=say)
             cpu_s = {child.name: sum(child.cpu.values()) for child in fleet.children}
             cpu_s |= {
                 "broker": sum(cpu_seconds([broker.pid]).values()),
@@ -212,14 +206,14 @@ async def _run_fleet(
         fleet.raise_for_failures()
     except UserError:
         if noted_epoch(folder) != epoch:
-            say("failed", continue_line(config).strip())
+            say("failed", continue_line(settings).strip())
         raise
-    resume = continue_line(config).strip() or f"again: rlearner up {shlex.join(args)}"
+    resume = continue_line(settings).strip() or f"again: rlearner up {shlex.join(args)}"
     write_artifacts(folder, time.monotonic() - began, cpu_s, resume, say)
 
 
 async def _show_run(
-    config: dict[str, Any],
+    settings: RunSettings,
     broker: BrokerServer,
     fleet: ProcessFleet,
     learner: FleetProcess,
@@ -230,7 +224,8 @@ async def _show_run(
     console = Console()
     # rich takes FORCE_COLOR for a terminal, where cursor movements would fill a file.
     is_live = console.is_interactive and sys.stdout.isatty() and not say.as_json
-    board = LiveRunState(config["run"]["name"], section(config, "train", TrainSection).steps)
+    board = LiveRunState(str(settings.run.name), settings.train.steps)
+    config = settings.model_dump(mode="json")
     events: list[str] = []
     supervisor = ServerSupervisor(broker)
     bus = await Bus.connect(broker.url, board.run, name="up", deadline_s=30.0)

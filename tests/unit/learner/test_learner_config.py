@@ -11,6 +11,8 @@ import pytest
 import yaml
 
 from broker.errors import ConfigError
+from broker.settings.config import RunSection
+from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import load, validate
 from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.losses import LOSSES
@@ -169,7 +171,10 @@ def test_shipped_configurations_are_valid_and_survive_yaml(name: str) -> None:
 def test_a_name_is_made_up_where_none_is_given(tmp_path: Path) -> None:
     named = name_run({"run": {"dir": str(tmp_path)}}, "configs/my lake.yaml")
     assert named["run"]["name"].startswith("my-lake-20")
-    assert run_folder(validate(merged(**named))) == tmp_path / named["run"]["name"]
+    assert (
+        run_folder(RunSettings.of_config(validate(merged(**named))).run)
+        == tmp_path / named["run"]["name"]
+    )
     assert name_run({"run": {"name": "mine"}}, "x.yaml")["run"] == {"name": "mine"}
 
 
@@ -179,6 +184,4 @@ def test_a_run_cannot_live_where_a_file_is(tmp_path: Path) -> None:
         ConfigError,
         match=r"^run\.dir: '.*/notes\.txt/deeper' is not allowed; a folder.*notes\.txt is a file",
     ):
-        run_folder(
-            validate(merged(run={"dir": str(tmp_path / "notes.txt" / "deeper"), "name": "r"}))
-        )
+        run_folder(RunSection(dir=str(tmp_path / "notes.txt" / "deeper"), name="r"))

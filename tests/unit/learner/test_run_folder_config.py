@@ -9,6 +9,7 @@ import yaml
 
 from broker.errors import RlearnerError, UserError
 from broker.runtime.process import Stopped
+from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import load, validate
 from broker.system.process_identity import this_process
 from learner.gpu_selection import forget_gpus, with_ranks
@@ -92,20 +93,21 @@ def test_other_gpus_give_other_ranks(tmp_path: Path) -> None:
 
 
 def test_the_command_that_goes_on(tmp_path: Path) -> None:
-    folder, private = tmp_path / "a b", "nats://127.0.0.1:40001"
-    config = {"run": {"name": "a b", "dir": str(tmp_path)}, "train": {"steps": 40}}
-    folder.mkdir()
-    assert continue_line(config) == ""
+    folder, private = tmp_path / "a b" / "r", "nats://127.0.0.1:40001"
+    config = {"run": {"name": "r", "dir": str(tmp_path / "a b")}, "train": {"steps": 40}}
+    settings = RunSettings.of_config(config)
+    folder.mkdir(parents=True)
+    assert continue_line(settings) == ""
     note_epoch(folder, 1, "")
-    with RunClaim(folder, "a b") as claim:
+    with RunClaim(folder, "r") as claim:
         claim.note(private)
     assert (
-        continue_line(config)
-        == continue_line(config, private)
+        continue_line(settings)
+        == continue_line(settings, private)
         == f"go on with this run: rlearner up '{folder}'\n"
     )
     by_hand = f"go on with this run: rlearner start '{folder}' --broker host:4222\n"
-    assert continue_line(config, "nats://me:secret@host:4222") == by_hand
+    assert continue_line(settings, "nats://me:secret@host:4222") == by_hand
 
 
 def test_it_is_said_at_every_end_but_that_of_a_start_that_was_refused(
@@ -119,7 +121,7 @@ def test_it_is_said_at_every_end_but_that_of_a_start_that_was_refused(
     note_epoch(tmp_path / "a", 1, "")
 
     def said(error: Exception | None, holder: str) -> str:
-        with suppress(RlearnerError), continue_line_at_exit(config, broker):
+        with suppress(RlearnerError), continue_line_at_exit(RunSettings.of_config(config), broker):
             note_epoch(tmp_path / "a", 2, holder)
             if error is not None:
                 raise error
