@@ -73,7 +73,7 @@ REACHED: Final[Mapping[str, float]] = {
     "files_spelling_nccl": 22,
     "stray_unit_tests": 163,
     "archaic": 46,
-    "statements_share": 1.0156,
+    "statements_share": 1.0163,
     "bench_lines": 22_833,
 }
 
