@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
@@ -110,7 +111,9 @@ def _cut_text(draw: ImageDraw, text: str, width_px: int) -> str:
         return text
     # A policy's action can have thousands of characters, too many to measure each beginning.
     num_fitting = bisect_right(
-        range(len(text)), width_px, key=lambda length: draw.textlength(f"{text[:length]}...")
+        range(len(text)),
+        width_px,
+        key=lambda length: math.ceil(draw.textlength(f"{text[:length]}...")),
     )
     return f"{text[: max(num_fitting - 1, 0)]}..."
 
