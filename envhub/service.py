@@ -424,9 +424,10 @@ class EnvironmentHub:
     async def _begin(self, ticket: InHand) -> None:
         """Note that this hub plays a redelivered ticket, before its first episode."""
         async with ticket.note_lock:
-            if ticket.judgement is not None and not ticket.is_noted:
-                await self.attempts.begin(ticket.assignment, ticket.judgement)
-                ticket.is_noted = True
+            if ticket.judgement is not None and ticket.note_revision is None:
+                ticket.note_revision = await self.attempts.begin(
+                    ticket.assignment, ticket.judgement
+                )
 
     # -- actions
 

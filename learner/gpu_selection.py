@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from broker.errors import ConfigError, UserError
 from broker.system import gpus
-from broker.system.devices import device_names
+from broker.system.devices import device_names, gpu_uuids
 
 SMI_TIMEOUT_S: Final = 20.0
 # An ended learner's ranks may need seconds to free their memory.
@@ -24,34 +24,34 @@ Users = dict[int, list[str]]
 
 def gpu_users() -> Users:
     """Return the processes of each used GPU, as ``pid 4711 (python)``; none without nvidia-smi."""
-    index_of = {
-        uuid: int(index)
-        for index, uuid in _query_smi("--query-gpu=index,uuid", 2)
-        if index.isdigit()
-    }
+    index_of = {uuid: index for index, uuid in gpu_uuids().items()}
     users: Users = {}
-    for uuid, pid, name in _query_smi("--query-compute-apps=gpu_uuid,pid,process_name", 3):
+    for uuid, pid, name in _gpu_processes():
         if uuid in index_of:
             users.setdefault(index_of[uuid], []).append(f"pid {pid} ({name.rpartition('/')[2]})")
     return users
 
 
-def _query_smi(query: str, width: int) -> list[list[str]]:
+def _gpu_processes() -> list[list[str]]:
+    """Return a GPU's UUID, a process's id and its name, for each process that uses a GPU."""
     smi = shutil.which("nvidia-smi")
     if smi is None:
         return []
+    command = [smi, "--query-compute-apps=gpu_uuid,pid,process_name", "--format=csv,noheader"]
     try:
-        command = [smi, query, "--format=csv,noheader"]
         answer = subprocess.run(
-            command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            # The path of a program may have any bytes, and commas.
+            errors="replace",
+            timeout=SMI_TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    rows = [
-        [field.strip() for field in line.split(",", width - 1)]
-        for line in answer.stdout.splitlines()
-    ]
-    return [row for row in rows if len(row) == width] if answer.returncode == 0 else []
+    rows = [[field.strip() for field in line.split(",", 2)] for line in answer.stdout.split("\n")]
+    return [row for row in rows if len(row) == 3] if answer.returncode == 0 else []
 
 
 def refuse_taken(

@@ -96,6 +96,8 @@ class ClusterLogin:
         Args:
             by_certificate: whether a server said that it is the certificate.
         """
+        if by_certificate and not self.certificate:
+            return f"a login without a client certificate; set {CERT} and {CERT_KEY}"
         if by_certificate or self.named_by == CERT:
             return f"the certificate of {CERT}{_why_no_certificate(self.certificate)}"
         if self.jwt:
@@ -236,7 +238,11 @@ def _why_no_certificate(file: str) -> str:
     """
     from cryptography import x509  # takes a third of a second to import
 
-    end = x509.load_pem_x509_certificate(Path(file).read_bytes()).not_valid_after_utc
+    try:
+        end = x509.load_pem_x509_certificate(Path(file).read_bytes()).not_valid_after_utc
+    except (OSError, ValueError):
+        # It could be read for the attempt.
+        return f", whose file {file} cannot be read any more"
     if end.timestamp() <= time.time():
         return f", which expired at {end:%Y-%m-%d %H:%M UTC}; renew it"
     return (

@@ -160,7 +160,7 @@ class KeyFolder:
         """Accept one more key.
 
         Raises:
-            ConfigError: if its role does not exist.
+            ConfigError: if its role does not exist, or its key cannot name a file.
         """
         with self._locked():
             self._admit(user)
@@ -168,14 +168,16 @@ class KeyFolder:
 
     def _admit(self, user: BrokerUser) -> None:
         permissions(user.role, user.run, user.name)  # checks the role
-        _write_private(
-            self.path / "users" / f"{user.public_key}.json", json.dumps(asdict(user)) + "\n"
-        )
+        name = check_token(user.public_key, "public key")
+        _write_private(self.path / "users" / f"{name}.json", json.dumps(asdict(user)) + "\n")
 
     def revoke(self, user: BrokerUser) -> None:
         """Refuse a key from now on; the broker closes its connections."""
         with self._locked():
-            (self.path / "users" / f"{user.public_key}.json").unlink(missing_ok=True)
+            # What a file says is accepted, whatever its name.
+            for file, accepted in self._user_files():
+                if accepted.public_key == user.public_key:
+                    file.unlink(missing_ok=True)
             self._reload()
 
     def renew(self, name: str, expires_at: float) -> BrokerUser | None:
@@ -198,11 +200,15 @@ class KeyFolder:
         return sorted(alive, key=lambda user: (user.run, user.role, user.name, user.public_key))
 
     def _every_user(self) -> list[BrokerUser]:
-        users = list[BrokerUser]()
+        return [user for _, user in self._user_files()]
+
+    def _user_files(self) -> list[tuple[Path, BrokerUser]]:
+        files = list[tuple[Path, BrokerUser]]()
         for file in (self.path / "users").glob("*.json"):
             with suppress(FileNotFoundError):  # revoked in between
-                users.append(BrokerUser(**json.loads(file.read_text(encoding="utf-8"))))
-        return users
+                user = BrokerUser(**json.loads(file.read_text(encoding="utf-8")))
+                files.append((file, user))
+        return files
 
     def serve(self, pid: int, server_log: Path) -> None:
         """Reload this nats-server whenever a user changes; its log says when it has."""

@@ -42,6 +42,7 @@ NO_ANSWER: Final = "no reply; check for a firewall, or a program that is not a N
 CALL_TIMEOUT_S: Final = 5.0
 CLOSE_WITHIN_S: Final = 5.0
 PAUSE_S: Final = 0.02  # before a retry, to spare a connection that is not yet known to be broken
+REOPEN_AFTER_S: Final = 0.5  # so that servers that refuse at once are not asked without end
 STUCK_AFTER_S: Final = 30.0
 # without a byte in either direction while one is due, the link counts as stuck
 STALLED_AFTER_S: Final = 3.0
@@ -310,9 +311,17 @@ class NatsLink:
             self._reopening = asyncio.create_task(self._reopen())
 
     async def _reopen(self) -> None:
-        await asyncio.sleep(0.5)
-        await self._connect()
-        self._reopening = None
+        while True:
+            await asyncio.sleep(REOPEN_AFTER_S)
+            try:
+                await self._connect()
+            # such as a file of the login that is being replaced
+            except Exception as error:  # noqa: BLE001 - nothing else would try again
+                await self._on_error(error)
+                await self._abandon()
+            else:
+                self._reopening = None
+                return
 
     async def _watch(self) -> None:
         """Replace a client that has silently stopped trying to connect."""

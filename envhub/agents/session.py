@@ -130,11 +130,12 @@ class AgentSession:
 
     def _encoded(self, body: GenerationBody) -> list[Sequence[int]]:
         prompts: list[str] | list[list[int]]
+        parameter = "messages" if isinstance(body, ChatBody) else "prompt"
         if isinstance(body, ChatBody):
             try:
                 prompts = [self._rendered(body)]
             except ConfigError as error:
-                raise HttpError(400, error.allowed, param="messages") from None
+                raise HttpError(400, error.allowed, param=parameter) from None
         else:
             assert isinstance(body, CompletionBody)
             prompts = body.prompts()
@@ -145,7 +146,7 @@ class AgentSession:
                         self._context.tokenizer,
                         prompt,
                         self._section.max_context_tokens,
-                        "messages",
+                        parameter,
                     )
                 except HttpError:
                     self.refusal = "length"

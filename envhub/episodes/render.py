@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -14,6 +16,7 @@ from envhub.envs.base import Frame, NotSupported, Split, StepResult, can_render
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+    from PIL.ImageDraw import ImageDraw
 
 FRAME_MS: Final = 350
 # before the picture starts again from the beginning
@@ -59,7 +62,7 @@ def write_gif(
         step: Any = environment.step(action)
         caption = [
             title,
-            f"turn {turn}: {' '.join(action.split())}",
+            f"turn {turn}: {action}",
             outcome(step, is_last=turn == len(actions)),
         ]
         pictures.append(_captioned_picture(environment.render_frame(), caption))
@@ -96,11 +99,23 @@ def _captioned_picture(frame: Frame, caption: Sequence[str]) -> Image:
     draw = ImageDraw.Draw(whole)
     for number, line in enumerate(caption):
         # Pillow's built-in font has hardly any other characters
-        text = line.encode("ascii", "replace").decode()
-        while text and draw.textlength(text) > width - 2 * MARGIN_PX:
-            text = text[:-4] + "..." if text.endswith("...") else text[:-3] + "..."
+        text = " ".join(line.split()).encode("ascii", "replace").decode()
+        text = _cut_text(draw, text, width - 2 * MARGIN_PX)
         draw.text((MARGIN_PX, MARGIN_PX // 2 + LINE_PX * number), text, fill="black")
     return whole
+
+
+def _cut_text(draw: ImageDraw, text: str, width_px: int) -> str:
+    """Return the text, or as much of its beginning as fits with three dots behind it."""
+    if draw.textlength(text) <= width_px:
+        return text
+    # A policy's action can have thousands of characters, too many to measure each beginning.
+    num_fitting = bisect_right(
+        range(len(text)),
+        width_px,
+        key=lambda length: math.ceil(draw.textlength(f"{text[:length]}...")),
+    )
+    return f"{text[: max(num_fitting - 1, 0)]}..."
 
 
 def _save_gif(pictures: Sequence[Image], out: str) -> None:

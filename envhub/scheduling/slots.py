@@ -85,7 +85,7 @@ class HandBack:
 
 @dataclass(frozen=True)
 class AbandonTicket:
-    """The ticket is no longer this hub's, so nothing is stored or sent for it."""
+    """The ticket is no longer this hub's, so no record is stored for it."""
 
     key: str
 

@@ -38,24 +38,42 @@ class AttemptNotes:
     async def judge(
         self, assignment: TicketAssignment, num_delivered: int
     ) -> TicketJudgement | None:
-        """Judge a delivery; None while another live hub plays the ticket alone."""
+        """Judge a delivery of a ticket that this hub does not play; None while another live hub
+        plays it alone.
+        """
         past = await self._read(assignment)
-        if past is None or not past.hub:
+        if past is None or not past.hub or self._is_own(past):
             return judge(num_delivered, past, died=False)
         is_alive = await self._lives(past)
         if is_alive and past.alone:
             return None
         return judge(num_delivered, past, died=not is_alive)
 
-    async def begin(self, assignment: TicketAssignment, judgement: TicketJudgement) -> None:
-        """Note that this hub plays the ticket from now on, for the other hubs if it dies."""
+    def _is_own(self, past: wire.Attempt) -> bool:
+        return past.hub == self._hub and past.process == self._process
+
+    async def begin(self, assignment: TicketAssignment, judgement: TicketJudgement) -> int:
+        """Note that this hub plays the ticket from now on, for the other hubs if it dies; return
+        the note's revision.
+        """
         attempt = wire.Attempt(
             deaths=judgement.deaths,
             hub=self._hub,
             process=self._process,
             alone=judgement.alone,
         )
-        await self._note(assignment, attempt)
+        return await self._note(assignment, attempt)
+
+    async def withdraw(self, assignment: TicketAssignment, deaths: int, revision: int) -> None:
+        """Note that this hub no longer plays the ticket and is alive, unless another hub has noted
+        something since.
+
+        Args:
+            revision: of this hub's note.
+        """
+        key = self._key(assignment)
+        attempt = wire.Attempt(deaths=deaths)
+        await self._call(lambda bucket: bucket.update(key, attempt, revision))
 
     async def hand_back(self, assignment: TicketAssignment, deaths: int) -> None:
         """Note that this hub no longer plays the ticket and is alive."""
@@ -68,8 +86,8 @@ class AttemptNotes:
     def _key(self, assignment: TicketAssignment) -> str:
         return f"{self._bus.run}.{assignment.stream.name}.{assignment.number}"
 
-    async def _note(self, assignment: TicketAssignment, attempt: wire.Attempt) -> None:
-        await self._call(lambda bucket: bucket.put(self._key(assignment), attempt))
+    async def _note(self, assignment: TicketAssignment, attempt: wire.Attempt) -> int:
+        return await self._call(lambda bucket: bucket.put(self._key(assignment), attempt))
 
     async def _read(self, assignment: TicketAssignment) -> wire.Attempt | None:
         try:

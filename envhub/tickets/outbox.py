@@ -36,7 +36,7 @@ class InHand:
         task_ids: ids of the tasks of its episodes.
         cut_lengths: expected lengths in tokens of episodes that were aborted because the group was
             complete without them.
-        is_noted: whether that note is written.
+        note_revision: revision of that note; None until it is written.
     """
 
     assignment: TicketAssignment
@@ -49,7 +49,7 @@ class InHand:
     cut_lengths: list[int] = field(default_factory=list)
     judgement: TicketJudgement | None = None
     note_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    is_noted: bool = False
+    note_revision: int | None = None
 
 
 class TicketOutbox:
@@ -84,9 +84,10 @@ class TicketOutbox:
         self._background(self._hand_back(ticket, delay_s, detail))
 
     def abandon(self, ticket: InHand) -> None:
-        """Drop a ticket that other hubs may play by now, without a message."""
+        """Drop a ticket that other hubs may play by now, without a message to the learner."""
         ticket.early.cancel()
         ticket.delivery.abandon()
+        self._background(self._withdraw_note(ticket))
 
     def refuse(self, stream: Stream, domain: str, delivery: Delivery, problem: str) -> None:
         """Refuse a message that is not a ticket of its queue; close the ticket of its number."""
@@ -147,12 +148,22 @@ class TicketOutbox:
             eval_step=assignment.eval_step,
         )
         is_ended = await self._end(assignment.stream, ticket.delivery, closed)
-        if is_ended and ticket.delivery.num_delivered > 1:
+        if not is_ended:
+            await self._withdraw_note(ticket)
+        elif ticket.delivery.num_delivered > 1:
             await self._attempts.end(assignment)
+
+    async def _withdraw_note(self, ticket: InHand) -> None:
+        """Let other hubs play a suspect ticket, which they would leave to this live hub."""
+        async with ticket.note_lock:
+            revision = ticket.note_revision
+            if revision is not None and ticket.judgement is not None:
+                await self._attempts.withdraw(ticket.assignment, ticket.judgement.deaths, revision)
 
     async def _hand_back(self, ticket: InHand, delay_s: float, detail: str) -> None:
         if not ticket.delivery.is_ours:
             ticket.delivery.abandon()
+            await self._withdraw_note(ticket)
             return
         log.info("%s handed back: %s", ticket.assignment.key, detail)
         self._tally.handed_back += 1

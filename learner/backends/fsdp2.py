@@ -26,11 +26,12 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from learner.backends.context import RunContext
-from learner.backends.models.empty_model import EmptyModel
+from learner.backends.models.empty_model import EmptyModel, refuse_non_finite
 from learner.backends.models.model_set import ModelSet
 from learner.backends.models.policy import PolicyModel
 from learner.backends.optimizer import MasterOptimizer
 from learner.backends.parts.slices import Slice
+from learner.backends.parts.sources import CastWeights
 from learner.backends.passes import ModelPasses
 from learner.backends.ranks.group import RankGroup, RankLayout
 from learner.backends.torch import BuildWorker, TorchBackend
@@ -201,9 +202,12 @@ def _build_sharded(context: RunContext, ranks: RankGroup) -> RankWorker:
 def _fill_parameters(module: nn.Module, empty: EmptyModel, device: torch.device) -> None:
     """Read this rank's rows of each parameter into memory that FSDP takes over."""
 
+    shares: dict[str, Tensor] = {}
+
     def read_rows(name: str, like: Any) -> Tensor:
         local = torch.empty(like.to_local().shape, dtype=like.dtype, device=device)
-        empty.read(name, _row_slice(name, like, local).start, local)
+        shares[name] = local
+        empty.weights.read(name, _row_slice(name, like, local).start, local)
         mesh = like.device_mesh
         placements = like.placements
         whole = DTensor.from_local(
@@ -212,6 +216,7 @@ def _fill_parameters(module: nn.Module, empty: EmptyModel, device: torch.device)
         return nn.Parameter(whole, like.requires_grad)
 
     empty.replace(read_rows, device)
+    refuse_non_finite(empty.path, shares, CastWeights(empty.weights, shares), device)
     for part in module.modules():
         if isinstance(part, FSDPModule):
             for group in part._get_fsdp_state()._fsdp_param_groups:

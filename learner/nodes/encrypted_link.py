@@ -24,6 +24,9 @@ HEARTBEAT_MS: Final = 2000
 SILENT_MS: Final = 15_000
 # For the last command, which ends the other end.
 LINGER_MS: Final = 3000
+# A day, so never: a connection that was lost has lost frames. With -1 ZeroMQ would drop the frames
+# that came before the end and are not taken yet.
+RECONNECT_MS: Final = 86_400_000
 POLL_MS: Final = 200
 # How long the thread that takes holds the socket, and another one that puts may wait.
 TURN_MS: Final = 20
@@ -44,8 +47,9 @@ class EncryptedFrames:
         lost: whether the other end is gone.
     """
 
-    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes] | None = None) -> None:
         self._socket = socket
+        self._monitor = monitor
         self.lost = threading.Event()
         self._turn = threading.Lock()
 
@@ -56,18 +60,29 @@ class EncryptedFrames:
         socket.curve_serverkey = key.curve_public(RANK_0).encode()
         socket.curve_publickey = key.curve_public(OTHER_RANKS).encode()
         socket.curve_secretkey = key.curve_secret(OTHER_RANKS)
-        # Never reconnect: a connection that was lost has lost frames.
-        socket.reconnect_ivl = -1
+        socket.reconnect_ivl = RECONNECT_MS
         prepare_socket(socket)
-        frames = cls(socket)
+        # From before it connects, so that no end is missed; it is closed if it cannot connect.
+        frames = cls(socket, socket.get_monitor_socket(zmq.Event.DISCONNECTED | zmq.Event.CLOSED))
         socket.ipv6 = ":" in host
         socket.connect(f"tcp://{f'[{host}]' if ':' in host else host}:{port}")
         return frames
 
     def monitor(self) -> zmq.Socket[bytes]:
-        """Return the socket that reports the connection's end, for a ``LinkWatch``."""
-        monitor: zmq.Socket[bytes] = self._socket.get_monitor_socket(zmq.Event.DISCONNECTED)
+        """Return the socket that reports the connection's end, for one ``LinkWatch``, which closes
+        it.
+        """
+        monitor = self._monitor
+        if monitor is None:
+            monitor = self._socket.get_monitor_socket(zmq.Event.DISCONNECTED)
+        self._monitor = None
         return monitor
+
+    def end_monitor(self) -> None:
+        """Report nothing more; ZeroMQ's thread waits for a reader of each report."""
+        with self._turn:
+            if not self._socket.closed:
+                self._socket.disable_monitor()
 
     def first(self) -> tuple[bytes, int] | None:
         """Return the first frame and the descriptor of its connection; None if it is not there."""
@@ -100,9 +115,11 @@ class EncryptedFrames:
         return self.lost.wait(seconds)
 
     def close(self) -> None:
-        if not self._socket.closed:
-            self._socket.disable_monitor()
-            self._socket.close(LINGER_MS)
+        self.end_monitor()
+        if self._monitor is not None:
+            self._monitor.close(0)
+        # Nobody gets what a lost connection has not sent.
+        self._socket.close(0 if self.lost.is_set() else LINGER_MS)
 
 
 def prepare_socket(socket: zmq.Socket[bytes]) -> None:
@@ -167,14 +184,13 @@ class LinkWatch:
         self, monitor: zmq.Socket[bytes], frames: EncryptedFrames, descriptor: int | None
     ) -> None:
         event = parse_monitor_message(monitor.recv_multipart())
-        is_disconnect = event["event"] == zmq.Event.DISCONNECTED and descriptor in (
-            None,
-            event["value"],
-        )
+        ends = (zmq.Event.DISCONNECTED, zmq.Event.CLOSED)
+        is_disconnect = event["event"] in ends and descriptor in (None, event["value"])
         if not is_disconnect and event["event"] != zmq.Event.MONITOR_STOPPED:
             return
         with self._lock:
             self._watched.pop(monitor)
+        frames.end_monitor()
         monitor.close(0)
         if is_disconnect:
             frames.lost.set()

@@ -35,9 +35,9 @@ SECTIONS: Final[dict[str, dict[str, str]]] = {
         "rollout": "rollout.config:RolloutSection",
     },
 }
-_FREE_TRAIN: Final = ("train.steps", "train.num_threads", "train.device")
-# These may differ when a run resumes.
-FREE: Final = (*_FREE_TRAIN, "eval.", "checkpoint.", "trackers.", "broker.", "rollout.")
+# These keys and sections may differ when a run resumes.
+_FREE_KEYS: Final = ("train.steps", "train.num_threads", "train.device")
+_FREE_SECTIONS: Final = ("eval", "checkpoint", "trackers", "broker", "rollout")
 
 
 class DataSection(Section):
@@ -180,6 +180,10 @@ def first_changed_key(
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             if (changed_key := first_changed_key(old, new, f"{name}.")) is not None:
                 return changed_key
-        elif old != new and not name.startswith(FREE):
+        elif old != new and not _may_change(name):
             return name
     return None
+
+
+def _may_change(name: str) -> bool:
+    return name in _FREE_KEYS or name.partition(".")[0] in _FREE_SECTIONS

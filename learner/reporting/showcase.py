@@ -171,7 +171,13 @@ def render_episode(folder: Path, row: Mapping[str, Any], step: int, out: Path) -
     command += ["--out", str(out)]
     try:
         result = subprocess.run(
-            command, capture_output=True, text=True, check=False, timeout=RENDER_TIMEOUT_S
+            command,
+            capture_output=True,
+            text=True,
+            # An environment may print anything.
+            errors="replace",
+            check=False,
+            timeout=RENDER_TIMEOUT_S,
         )
     except subprocess.TimeoutExpired:
         raise UserError(f"drawing took longer than {RENDER_TIMEOUT_S:g} s") from None

@@ -110,7 +110,8 @@ def _checkpoint_ledgers(folder: Path, problems: list[str]) -> dict[int, dict[str
     states: dict[int, dict[str, Any]] = {}
     for path in checkpoint.list_checkpoints(folder):
         try:
-            states[checkpoint.read_checkpoint(path).step] = checkpoint.read_checkpoint(path).ledger
+            kept = checkpoint.read_checkpoint(path)
+            states[kept.step] = kept.ledger
         except UserError as error:
             if path.exists():  # else the learner has just deleted it
                 problems.append(str(error))

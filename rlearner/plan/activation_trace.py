@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator
@@ -30,8 +31,9 @@ class Traced:
     Attributes:
         calls: module, arguments and named arguments of each block.
         saved: bytes by storage; those as wide as the residual stream again in ``wide``.
-        heads: of queries and of keys and values, of the last layer; ``kv`` bytes of one token in
-            all layers.
+        heads: of queries and of keys and values; where layers differ, their greatest common
+            divisor, which GPUs can share.
+        kv: bytes of one token's keys and values in all layers.
     """
 
     calls: list[tuple[nn.Module, tuple[Any, ...], dict[str, Any]]] = field(default_factory=list)
@@ -272,7 +274,8 @@ def _shape_attention(model: Any, traced: Traced) -> Iterator[None]:
     def attend(
         _: nn.Module, query: Tensor, key: Tensor, value: Tensor, *__: Any, **___: Any
     ) -> tuple[Tensor, None]:
-        traced.heads = (query.shape[1], key.shape[1])
+        query_heads, key_heads = traced.heads
+        traced.heads = (math.gcd(query_heads, query.shape[1]), math.gcd(key_heads, key.shape[1]))
         traced.kv += key.shape[1] * (key.shape[-1] + value.shape[-1]) * key.itemsize
         return FlashShapes.apply(query, key, value), None  # type: ignore[no-untyped-call]
 

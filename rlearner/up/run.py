@@ -12,6 +12,7 @@ import json
 import shlex
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 
 from rich.console import Console
@@ -47,6 +48,8 @@ LOOPBACK = "127.0.0.1"
 DRAW_EVERY_S = 0.25
 # The learner writes its last checkpoint in this time.
 LEARNER_PATIENCE_S = 30.0
+# After its end the others have nothing left to store.
+OTHERS_PATIENCE_S = 10.0
 # Hubs wake up for each message, and would interrupt the learner or a server that needs all cores.
 # They can wait for milliseconds: enough requests are under way.
 HUB_NICE = 10
@@ -199,7 +202,7 @@ async def _run_fleet(
             }
         finally:
             display = ShutdownDisplay()
-            patience_s = LEARNER_PATIENCE_S if stop.asked.is_set() else 10.0
+            patience_s = stop_patience_s(fleet.children, has_request=stop.asked.is_set())
             await asyncio.to_thread(fleet.stop, ("learner",), patience_s=patience_s, show=display)
             display.close()
     try:
@@ -210,6 +213,17 @@ async def _run_fleet(
         raise
     resume = continue_line(settings).strip() or f"again: rlearner up {shlex.join(args)}"
     write_artifacts(folder, time.monotonic() - began, cpu_s, resume, say)
+
+
+def stop_patience_s(children: Iterable[FleetProcess], *, has_request: bool) -> float:
+    """Return how many seconds the fleet gets to end after its first signal.
+
+    Args:
+        has_request: whether somebody asked for the stop; else the learner has ended or a child
+            cannot run.
+    """
+    is_learning = any(child.name == "learner" and child.running for child in children)
+    return LEARNER_PATIENCE_S if has_request or is_learning else OTHERS_PATIENCE_S
 
 
 async def _show_run(

@@ -3,6 +3,7 @@ one process of torch has them.
 """
 
 import os
+import shutil
 import signal
 import threading
 
@@ -12,7 +13,9 @@ import torch
 from backend_kit import kit, make, run
 from checkpoint_kit import keep
 from critic_kit import PPO, agree, steps, whole
+from safetensors.torch import load_file, save_file
 
+from broker.errors import ConfigError
 from learner.backends import activation_offload
 from learner.backends.ranks import children as children_module
 from learner.backends.ranks.leader import RankExitedError
@@ -47,6 +50,23 @@ def close(found, expected):
 def same(found, expected):
     assert found.keys() == expected.keys()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.parametrize("variant", LAYOUTS)
+def test_weights_that_are_not_finite_are_refused(path, tmp_path, variant, layer):
+    """Another rank than 0 has the second layer in a pipeline, and the last row in halves."""
+    broken = tmp_path / "broken"
+    shutil.copytree(path, broken)
+    file = broken / "model.safetensors"
+    tensors = load_file(file)
+    name = f"model.layers.{layer}.mlp.up_proj.weight"
+    tensors[name][-1, 3] = float("nan")
+    last = len(tensors[name]) - 1
+    save_file(tensors, file, metadata={"format": "pt"})
+    with pytest.raises(ConfigError, match=rf"{name} holds nan at \[{last}, 3\]") as error:
+        make(variant, str(broken))
+    assert (error.value.key, error.value.value) == ("model.path", str(broken))
 
 
 @pytest.mark.parametrize("variant", LAYOUTS)

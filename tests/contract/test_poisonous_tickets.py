@@ -9,16 +9,17 @@ import os
 import signal
 from collections import defaultdict
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from envhub_world import World
-from waits import until
+from waits import LONG_S, until
 
 from broker.contract import codec, wire
-from broker.contract.streams import ATTEMPTS, DEAD, SAMPLES
-from broker.jetstream.bus import Bus
+from broker.contract.streams import ATTEMPTS, DEAD, SAMPLES, TICKETS
+from broker.jetstream.bus import Bus, Delivery
 from broker.jetstream.provision import delete_stream
 from broker.runtime.announce import Announcer
 from broker.system.process_identity import this_process
@@ -134,6 +135,70 @@ async def test_a_suspect_that_a_living_hub_plays_is_left_to_it(bus: Bus) -> None
         "a ticket that is not suspect waits for nobody"
     )
     await announcer.close()
+
+
+async def test_a_suspect_that_its_hub_gave_up_is_left_to_nobody(bus: Bus) -> None:
+    asked, mine, others = assignment(TICKET), AttemptNotes(bus, "hub1"), AttemptNotes(bus, "hub2")
+    announcers = [
+        Announcer(
+            bus,
+            partial(
+                wire.Presence,
+                "envhub",
+                id=hub,
+                host="h",
+                pid=os.getpid(),
+                state="serving",
+                process=this_process(),
+            ),
+            every_s=0.2,
+        )
+        for hub in ("hub1", "hub2")
+    ]
+    for announcer in announcers:
+        await announcer.start()
+    revision = await mine.begin(asked, TicketJudgement(2))
+    assert await others.judge(asked, 4) is None
+    assert await mine.judge(asked, 4) == TicketJudgement(2), "left it to itself"
+    await mine.withdraw(asked, 2, revision)
+    assert await others.judge(asked, 5) == TicketJudgement(2)
+    await others.begin(asked, TicketJudgement(2))
+    await mine.withdraw(asked, 2, revision)
+    assert await mine.judge(asked, 6) is None, "another hub's note was overwritten"
+    for announcer in announcers:
+        await announcer.close()
+
+
+async def test_a_suspect_that_its_hub_abandoned_is_played_again(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The hub stood still while it played the ticket alone, and lives."""
+    await world.publish_spec({"lake": {"env": "frozenlake", "max_turns": 1, "group_size": 1}})
+    requests: list[str] = []
+
+    async def answer(request: wire.GenerateRequest) -> str:
+        requests.append(request.conversation_id)
+        if len(requests) == 1:
+            await asyncio.Event().wait()
+        return "R"
+
+    await world.server(script=lambda request, _: answer(request))
+    number = await world.ticket(group_size=1)
+    (delivery,) = await (await world.bus.work_queue(TICKETS, "lake")).fetch(1, LONG_S)
+    bucket = world.bus.key_value(ATTEMPTS)
+    key = f"{world.bus.run}.tickets.{number}"
+    await bucket.put(key, wire.Attempt(deaths=1, hub="hub0", process=GONE))
+    await until(lambda: delivery.is_ours)
+    await delivery.nak()
+    # Of the delivery during which it stood still.
+    monkeypatch.setattr(
+        Delivery, "has_lapsed", property(lambda held: bool(requests) and held.num_delivered == 2)
+    )
+    async with world.hub("--id", "hub1"):
+        (group,) = (await world.groups(1)).values()
+        await world.settled()
+        assert await bucket.get(key) is None
+    assert (group.hub, group.deliveries) == ("hub1", 3)
 
 
 async def test_a_hub_of_another_machine_that_falls_silent_is_dead(bus: Bus) -> None:

@@ -9,6 +9,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -75,4 +76,23 @@ async def test_a_client_that_has_stopped_reading_is_replaced(
     before._reading_task.cancel()
     await until(lambda: link._client is not before)
     assert await works(link)
+    await link.close()
+
+
+async def test_a_connection_that_cannot_be_opened_again_at_first_is_tried_again(
+    server: BrokerServer,
+) -> None:
+    """A file of the login is damaged while the connection is opened again."""
+    good_login = find_login(server.url, OPERATOR, "")
+    login = good_login
+    link = NatsLink(server.url, "test", lambda: login)
+    await link.open(LONG_S)
+    login = replace(good_login, authority="half of a certificate")
+    await link._abandon()
+    await until(lambda: "authority is damaged" in link._error)
+    assert not link.connected.is_set()
+    login = good_login
+    await until(link.connected.is_set)
+    assert await works(link)
+    assert link._reopening is None
     await link.close()

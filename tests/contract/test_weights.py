@@ -33,6 +33,9 @@ from broker.weights.sender.transfer import TransferSettings
 
 SETTINGS = TransferSettings(timeout_s=2.0, connect_timeout_s=2.0)
 CURVE = replace(SETTINGS, carriers=("curve",))
+# Where nothing is to run out of time: a loaded machine must not end a transfer.
+PATIENT = replace(SETTINGS, timeout_s=LONG_S, connect_timeout_s=LONG_S)
+PATIENT_CURVE = replace(PATIENT, carriers=("curve",))
 KIT = Path(__file__).parents[1] / "kit"
 
 
@@ -109,6 +112,15 @@ async def sender(bus: Bus, request: pytest.FixtureRequest) -> AsyncIterator[Weig
     await made.close()
 
 
+@pytest.fixture(params=[PATIENT, PATIENT_CURVE], ids=["gloo", "curve"])
+async def patient_sender(bus: Bus, request: pytest.FixtureRequest) -> AsyncIterator[WeightSender]:
+    """One whose transfers never run out of time."""
+    sender = WeightSender(bus, plan_of(make_tensors(0), 1), epoch=1, settings=request.param)
+    await sender.start()
+    yield sender
+    await sender.close()
+
+
 def offer(sender: WeightSender, version: int) -> str:
     """Offer a version whose content follows from its number; the content's hash."""
     tensors = make_tensors(100 + version)
@@ -121,39 +133,42 @@ async def ready(*children: Child) -> None:
 
 
 async def test_two_receivers_get_identical_bytes_over_one_communicator(
-    sender: WeightSender, spawn: Spawn
+    patient_sender: WeightSender, spawn: Spawn
 ) -> None:
-    children = [await spawn("r1"), await spawn("r2")]
+    children = [
+        await spawn("r1", connect_timeout_s=LONG_S),
+        await spawn("r2", connect_timeout_s=LONG_S),
+    ]
     await ready(*children)
     for version in range(4):
-        expected = offer(sender, version)
+        expected = offer(patient_sender, version)
         loads = await asyncio.gather(
             *(child.hears(event="loaded", version=version) for child in children)
         )
         assert [load["content"] for load in loads] == [expected, expected]
-    assert sender.metrics()["weights/failures"] == 0
-    assert sender.metrics()["weights/communicators"] == 1
-    assert sender.metrics()["weights/sent_bytes"] == sender.plan.size_bytes
-    assert sender.metrics()["weights/receivers"] == 2
-    assert sender.metrics()["weights/gbytes_per_s"] > 0
+    assert patient_sender.metrics()["weights/failures"] == 0
+    assert patient_sender.metrics()["weights/communicators"] == 1
+    assert patient_sender.metrics()["weights/sent_bytes"] == patient_sender.plan.size_bytes
+    assert patient_sender.metrics()["weights/receivers"] == 2
+    assert patient_sender.metrics()["weights/gbytes_per_s"] > 0
 
 
 async def test_late_joiner_gets_the_newest_version_at_any_time(
-    sender: WeightSender, spawn: Spawn
+    patient_sender: WeightSender, spawn: Spawn
 ) -> None:
-    first = await spawn("r1")
+    first = await spawn("r1", connect_timeout_s=LONG_S)
     await ready(first)
-    offer(sender, 0)
-    expected = offer(sender, 1)
+    offer(patient_sender, 0)
+    expected = offer(patient_sender, 1)
     await first.hears(event="loaded", version=1)
-    late = await spawn("r2")
+    late = await spawn("r2", connect_timeout_s=LONG_S)
     assert (await late.hears(event="loaded"))["content"] == expected
-    expected = offer(sender, 2)
+    expected = offer(patient_sender, 2)
     loads = await asyncio.gather(
         *(child.hears(event="loaded", version=2) for child in (first, late))
     )
     assert [load["content"] for load in loads] == [expected, expected]
-    assert sender.metrics()["weights/failures"] == 0
+    assert patient_sender.metrics()["weights/failures"] == 0
 
 
 async def test_killed_in_the_middle_costs_the_others_little(
@@ -240,12 +255,12 @@ async def test_a_version_is_sent_while_it_is_packed(sender: WeightSender, spawn:
         assert sender.metrics()["weights/failures"] == failures
 
 
-@pytest.mark.parametrize("settings", [SETTINGS, CURVE], ids=["gloo", "curve"])
+@pytest.mark.parametrize("settings", [PATIENT, PATIENT_CURVE], ids=["gloo", "curve"])
 async def test_changes_are_sent_to_those_who_hold_the_rest(
     bus: Bus, spawn: Spawn, settings: TransferSettings
 ) -> None:
     # of 29 buckets each: in the third version
-    first = await spawn("r1", at_bucket=60, do="corrupt")
+    first = await spawn("r1", at_bucket=60, do="corrupt", connect_timeout_s=LONG_S)
     await ready(first)
     sender = WeightSender(
         bus, plan_of(make_tensors(0), 1), epoch=1, settings=settings, delta_full_every=100
@@ -276,7 +291,8 @@ async def test_changes_are_sent_to_those_who_hold_the_rest(
             if said["event"] == "error"
         ] == [True]
         assert await change(3, first) < 1 / 8
-        late = await spawn("r2")  # gets all of version 3 before it is ready for more
+        # gets all of version 3 before it is ready for more
+        late = await spawn("r2", connect_timeout_s=LONG_S)
         await late.hears(event="loaded", version=3)
         assert await change(4, first, late) < 1 / 8
         assert sender.metrics()["weights/deltas"] == 3

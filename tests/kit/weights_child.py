@@ -108,7 +108,8 @@ async def main(url: str, run: str, server: str, options: dict[str, Any]) -> None
         )
 
     memory = Memfd(visible=options["visible"]) if "visible" in options else None
-    patience, dtype = TransferSettings(connect_timeout_s=2), options.get("dtype")
+    patience = TransferSettings(connect_timeout_s=options.get("connect_timeout_s", 2.0))
+    dtype = options.get("dtype")
     receiver = WeightReceiver(
         bus, server, held, load, bucket_mib=1, dtype=dtype, settings=patience, memory=memory
     )

@@ -1,7 +1,7 @@
-"""Generated word problems of one and two steps, answered by a number.
+"""Generated word problems of one to four steps, by default one or two, answered by a number.
 
-The reward is 1 if the last number of the reply is the result. Problems of the same story and
-numbers are one task, whatever the names in them.
+The reward is 1 if the last number of the reply is the result. Problems with the same amount at the
+start and the same changes are one task, whatever their names, things and verbs.
 """
 
 from __future__ import annotations

@@ -12,8 +12,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from broker.errors import ConfigError
-from broker.weights.finite import first_non_finite
 from learner.algorithm.kl import kl_penalty
 from learner.algorithm.samples import Array
 from learner.backends.context import RunContext
@@ -213,10 +211,6 @@ def _build_worker(
 
     models = ModelSet(context, device, rank, load)
     policy: MegatronPolicy = models.policy  # type: ignore[assignment]  # as loaded above
-    if problem := first_non_finite(dict(policy.module.named_parameters())):
-        raise ConfigError(
-            "model.path", context.policy_path, f"a model of finite weights: {problem}"
-        )
     policy.divide_adapters()
     weights = MegatronWeights(policy, grid, groups)
     optimizer = MegatronOptimizer(policy, context.train, grid, groups, device)

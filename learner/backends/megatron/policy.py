@@ -22,6 +22,7 @@ from learner.backends.megatron.tensor_exchange import TensorExchange
 from learner.backends.megatron.vocabulary import measure_shares
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.block_compilation import check_compiler
+from learner.backends.models.empty_model import refuse_non_finite
 from learner.backends.models.policy import MANY_COPIES, map_chunks
 from learner.backends.parts.sources import CastWeights
 from learner.config import LoraSection
@@ -37,6 +38,9 @@ class MegatronPolicy:
         module: transformers' model, on the meta device, for the configuration saved with weights.
         model: Megatron's model of this stage.
         adapters: the trained part, None if all weights are trained.
+
+    Raises:
+        ConfigError: if a weight is NaN or infinite, on all ranks.
     """
 
     unpackable = ""
@@ -68,6 +72,8 @@ class MegatronPolicy:
         # Rows behind the vocabulary's end are padding, and stay zeros.
         torch._foreach_zero_(list(holders.values()))
         shell.weights.load(self.exchange.slices(holders))
+        shares = {own.name: own.tensor for own in self.exchange.slices(holders)}
+        refuse_non_finite(shell.path, shares, self.weights(), device)
         self.model.to(device).requires_grad_(trainable)
         self._pipeline = StagePipeline(grid, groups, device, dtype)
         self._columns = share_size(shape.vocab, grid.tp)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from broker.errors import ConfigError
@@ -81,6 +82,32 @@ class EmptyModel:
                     owner._buffers[key] = tensor.to(device)
                     if (name := f"{path}.{key}".removeprefix(".")) in saved:
                         self.read(name, 0, owner._buffers[key])
+
+
+def refuse_non_finite(
+    path: str, shares: Mapping[str, Tensor], weights: Mapping[str, Tensor], device: torch.device
+) -> None:
+    """Check the parts of a model's weights that the ranks have read; collective.
+
+    All ranks raise the same: rank 0 reports errors for all, and would wait for a rank that ends.
+
+    Args:
+        path: as the user named the model.
+        shares: what this rank has read.
+        weights: all weights, whole, read on access.
+        device: of the ranks' group.
+
+    Raises:
+        ConfigError: if a weight is NaN or infinite.
+    """
+    names = sorted(weights)
+    problem = first_non_finite(shares)
+    number = names.index(problem.partition(" ")[0]) if problem else len(names)
+    first = torch.tensor(number, device=device)
+    dist.all_reduce(first, dist.ReduceOp.MIN)
+    if (number := int(first)) < len(names):
+        problem = first_non_finite({names[number]: weights[names[number]]})
+        raise ConfigError("model.path", path, f"a model of finite weights: {problem}")
 
 
 def open_parts(path: str, section: ModelSection) -> EmptyModel | None:

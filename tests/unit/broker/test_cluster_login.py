@@ -20,6 +20,7 @@ from broker.identity.cluster_login import (
     NKEY,
     PASSWORD,
     USER,
+    ClusterLogin,
     from_environment,
 )
 from broker.identity.key_folder import KeyFolder
@@ -237,3 +238,20 @@ def test_another_login_signs_with_the_folder_of_keys(
     login = find_login("nats://me:hunter2@127.0.0.1:9", "learner", "quick")
     assert login.key is None
     assert login.stamp("quick", "s", login.sign("quick", "s", b"x"), b"x") > 0
+
+
+@pytest.mark.parametrize(
+    ("certificate", "refusal"),
+    [
+        ("", "a login without a client certificate; set RL_BROKER_CERT and RL_BROKER_KEY"),
+        ("missing", ", whose file {} cannot be read any more"),
+        ("pem", ", whose file {} cannot be read any more"),
+    ],
+)
+def test_a_refused_certificate_that_cannot_be_read(
+    files: Path, certificate: str, refusal: str
+) -> None:
+    file = str(files / certificate) if certificate else ""
+    login = ClusterLogin(NKEY, key=KEY, certificate=file)
+    reason = login.why_refused(by_certificate=True)
+    assert reason == (f"the certificate of {CERT}" if certificate else "") + refusal.format(file)

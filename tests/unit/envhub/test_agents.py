@@ -22,13 +22,19 @@ from waits import runs
 
 from broker.contract import checks
 from broker.errors import ConfigError
+from broker.runtime.spans import SpanRecorder
 from broker.settings.run_settings import RunSettings
 from envhub import config
+from envhub.agents.session import AgentSession, SessionContext
 from envhub.envs import agent as agent_env
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
+from envhub.lengths.corrections import LengthCalibration
+from envhub.lengths.predictor import LengthPredictor
 from envhub.servers.generate import SampledTurn, TurnFailed, TurnRequest
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
 from envhub.workers.calls import EnvironmentCalls
+from rlearner_text.openai.http_errors import HttpError
+from rlearner_text.openai.request_bodies import ChatBody, CompletionBody
 from rlearner_text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -357,6 +363,32 @@ async def test_a_request_that_nothing_here_serves_is_the_agents_failure(
 ) -> None:
     failed = await fails(play, "asks_for_search", tokenizer=with_tools)
     assert (failed.kind, failed.detail.endswith("HTTP Error 400: Bad Request")) == ("env", True)
+
+
+@pytest.mark.parametrize("parameter", ["messages", "prompt"])
+async def test_a_refusal_names_the_requests_own_parameter(
+    tokenizer: Tokenizer, parameter: str
+) -> None:
+    of_domain = domain("envhub_kit:Count", max_context_tokens=4)
+    task = EpisodeTask(
+        id="hub.1", domain=of_domain, task_index=0, split="eval", seed=1, episode=0, min_version=0
+    )
+    policy = Policy(tokenizer, str)
+    lengths = LengthPredictor("d", of_domain.make_estimator(), LengthCalibration())
+    context = SessionContext(tokenizer, policy.turn, lengths, 1.0, SpanRecorder())
+    session = AgentSession(task, context, lambda _: None)
+    text = "a b c d e f g h i"
+    bodies = {
+        "messages": ChatBody.model_validate(
+            {"model": "m", "messages": [{"role": "user", "content": text}]}
+        ),
+        "prompt": CompletionBody(model="m", prompt=text),
+    }
+    with pytest.raises(HttpError) as error:
+        await session.prompts(bodies[parameter])
+    assert (error.value.param, error.value.status) == (parameter, 400)
+    assert error.value.message == "the prompt has more than 4 tokens"
+    assert session.refusal == "length"
 
 
 async def test_a_function_is_an_agent_too(play: Play, tokenizer: Tokenizer) -> None:

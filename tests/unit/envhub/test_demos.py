@@ -8,7 +8,7 @@ from typing import Any
 
 import envhub_kit
 import pytest
-from PIL import Image
+from PIL import Image, ImageDraw
 from recorded_frames import read_frames
 
 from broker.errors import ConfigError, DataError, UserError
@@ -18,7 +18,7 @@ from envhub.config import check, data_digests
 from envhub.demos import write_demonstrations
 from envhub.envs.base import NotSupported, Observation, StepResult
 from envhub.episodes.frames import first_frame, frame
-from envhub.episodes.render import outcome, write_gif
+from envhub.episodes.render import MARGIN_PX, outcome, write_gif
 
 
 def config(**changes: Any) -> RunSettings:
@@ -142,6 +142,31 @@ def test_a_replay_is_a_picture_of_each_state(tmp_path: Path) -> None:
     assert write_gif(config(), "lake", 0, 77, list("RRDDDRLL"), str(out), title="before") == 7
     with Image.open(out) as gif:
         assert (gif.n_frames, gif.size) == (7, (256, 304))
+
+
+def test_long_captions_are_cut_in_few_measurements(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = list[str]()
+    measured = list[str]()
+    measure = ImageDraw.ImageDraw.textlength
+    monkeypatch.setattr(
+        ImageDraw.ImageDraw,
+        "textlength",
+        lambda draw, text: measured.append(text) or measure(draw, text),
+    )
+    monkeypatch.setattr(
+        ImageDraw.ImageDraw, "text", lambda _draw, _place, text, **_: drawn.append(text)
+    )
+    out = str(tmp_path / "x.gif")
+    assert write_gif(config(), "lake", 0, 77, ["i" * 2000], out, title="two\nlines") == 2
+    assert len(measured) < 40
+    assert drawn[:3] == ["two lines", "start", ""]
+    action = drawn[4]
+    assert action == f"turn 1: {'i' * (len(action) - 11)}..."
+    draw = ImageDraw.Draw(Image.new("L", (1, 1)))
+    limit_px = 256 - 2 * MARGIN_PX
+    assert draw.textlength(action) <= limit_px < draw.textlength(action.replace("...", "i..."))
 
 
 @pytest.mark.parametrize(

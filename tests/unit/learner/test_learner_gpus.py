@@ -96,6 +96,11 @@ def test_a_taken_gpu_is_named_with_who_takes_it(machine, monkeypatch):
     gpu_selection.refuse_taken([2], "2", lambda: next(answers), wait_s=5)
 
 
+def test_any_name_of_a_process_that_uses_a_gpu(machine):
+    machine.write_bytes(b"GPU-aa, 7, /opt/a,b/tr\xe4ner\nGPU-bb, 8, [Not Found]\nGPU-xx, 9, x\n")
+    assert gpu_selection.gpu_users() == {0: ["pid 7 (tr\ufffdner)"], 1: ["pid 8 ([Not Found])"]}
+
+
 def test_the_command_refuses_in_one_line(tmp_path, machine):
     config = tmp_path / "run.yaml"
     config.write_text("domains: {lake: {env: frozenlake}}\n")

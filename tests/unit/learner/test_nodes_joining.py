@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -317,6 +318,8 @@ class TestEncryptedLink:
         data, descriptor = found[0]
         assert data == b"hello"
         self.watch.add(frames, frames.monitor(), descriptor)
+        # As a rank does: a client that nobody watches would wait for ever.
+        self.watch.add(client, client.monitor())
         for said in (b"", b"GET / HTTP/1.1\r\n\r\n"):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(said)
@@ -335,6 +338,65 @@ class TestEncryptedLink:
             RankLink(frames).receive_command()
         with pytest.raises(LinkClosedError):
             frames.put(b"too late")
+
+    def test_frames_that_came_before_the_end_are_taken(self, served: Any) -> None:
+        frames, port, _ = served
+        client = EncryptedFrames.connect("127.0.0.1", port, self.key)
+        self.watch.add(client, client.monitor())
+        client.put(b"hello")
+        until(frames.first)
+        for number in range(3):
+            frames.put(bytes([number]))
+        frames.close()
+        assert client.closes(LONG_S)
+        assert [client.take() for _ in range(3)] == [b"\0", b"\1", b"\2"]
+        with pytest.raises(LinkClosedError):
+            client.take()
+        client.close()
+
+    @pytest.mark.parametrize("listens", [True, False])
+    def test_failed_connection_ends_the_link(self, listens: bool) -> None:
+        """Its port is closed by now, or the other end leaves before anybody watches."""
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+            if listens:
+                listener.listen()
+                client = EncryptedFrames.connect("127.0.0.1", port, self.key)
+                listener.accept()[0].close()
+        if not listens:
+            client = EncryptedFrames.connect("127.0.0.1", port, self.key)
+        time.sleep(0.3)
+        watch = LinkWatch(lambda _: None)
+        watch.add(client, client.monitor())
+        assert client.closes(LONG_S)
+        with pytest.raises(LinkClosedError):
+            client.take()
+        client.close()
+        watch.close()
+
+    def test_stranger_behind_the_end_blocks_nobody(self, served: Any) -> None:
+        """Its event has no reader any more; ZeroMQ's thread would wait for one."""
+        frames, port, _ = served
+        client = EncryptedFrames.connect("127.0.0.1", port, self.key)
+        client.put(b"hello")
+        first: list[tuple[bytes, int]] = []
+        until(lambda: first.append(one) if (one := frames.first()) else first)
+        self.watch.add(frames, frames.monitor(), first[0][1])
+        client.close()
+        assert frames.closes(LONG_S)
+        until(lambda: not self.watch._watched)
+        # As many as the context has threads.
+        for _ in range(2):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\n\r\n")
+                stranger.settimeout(LONG_S)
+                with suppress(ConnectionResetError):
+                    while stranger.recv(1024):
+                        pass
+        with socket.create_connection(("127.0.0.1", port)) as stranger:
+            stranger.settimeout(LONG_S)
+            assert stranger.recv(1) == b"\xff", "its greeting does not come"
 
 
 def test_a_group_that_cannot_form_says_what_it_saw(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from broker.errors import ConfigError, DataError, UserError
 from learner.backends.torch import TorchBackend
-from learner.offline.config import OfflineTrainSection, backend_train
+from learner.offline.config import OfflineTrainSection, backend_train, first_changed_key
 from learner.offline.data import TokenizedExample, read_conversations, shuffled_batches
 from learner.offline.supervised import SFT, fine_tune, supervised_step
 from rlearner_text.config import ModelSection, TinyModel
@@ -242,3 +242,29 @@ def test_a_loss_that_explodes_is_said_plainly(model: str, data: str, tmp_path: P
         match=rf"^the gradient is not finite at step 2: {tensor}; lower warm_start\.lr \(1e",
     ):
         tune(model, data, str(tmp_path / "out"), steps=50, lr=1e30, max_grad_norm=0.0)
+
+
+OLD_SETTINGS: dict[str, Any] = {
+    "model": {"path": "m"},
+    "train": {"steps": 10, "steps_between": 1, "device": "cpu", "lora": {"rank": 8}},
+    "eval": {"rows": 4},
+}
+
+
+@pytest.mark.parametrize(
+    ("section", "value", "changed"),
+    [
+        ("train", {**OLD_SETTINGS["train"], "steps": 20, "device": "cuda"}, None),
+        # Begins like a key that may change.
+        ("train", {**OLD_SETTINGS["train"], "steps_between": 2}, "train.steps_between"),
+        ("train", {**OLD_SETTINGS["train"], "lora": {"rank": 16}}, "train.lora.rank"),
+        ("train", {**OLD_SETTINGS["train"], "lora": None}, "train.lora"),
+        ("eval", {"rows": 5}, None),
+        # Sections that an earlier version did not have.
+        ("rollout", {"engine": "hf"}, None),
+        ("evaluation", {"rows": 5}, "evaluation"),
+        ("model", {"path": "n"}, "model.path"),
+    ],
+)
+def test_first_changed_key(section: str, value: object, changed: str | None) -> None:
+    assert first_changed_key(OLD_SETTINGS, {**OLD_SETTINGS, section: value}) == changed

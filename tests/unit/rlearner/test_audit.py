@@ -18,6 +18,7 @@ import run_folder_kit as kit
 
 from broker.contract import wire
 from broker.errors import DataError, UserError
+from learner.checkpoints import checkpoint
 from learner.credit import archive, ledger_segments
 from learner.credit.archive import archive_files
 from learner.credit.ledger import GroupArrival, Ledger
@@ -91,6 +92,19 @@ async def test_a_run_that_is_right(tmp_path: Path, segment_bytes: int) -> None:
     assert "metrics.jsonl: 4 steps compared" in report.notes
     assert "checkpoints: 2 compared" in report.notes
     assert sum("records compared" in note for note in report.notes) == 2
+
+
+async def test_each_checkpoint_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = await a_run(tmp_path)
+    paths: list[Path] = []
+    read = checkpoint.read_checkpoint
+    monkeypatch.setattr(
+        checkpoint, "read_checkpoint", lambda path: paths.append(path) or read(path)
+    )
+    assert sorted(read_run_records(world.folder).checkpoints) == [2, 4]
+    assert paths == checkpoint.list_checkpoints(world.folder / "checkpoints")
 
 
 async def test_a_run_that_is_half_done(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from rlearner.up import fleet as fleet_module
 from rlearner.up.fleet import ProcessFleet, cpu_seconds
+from rlearner.up.run import stop_patience_s
 from rlearner.up.shutdown_display import ShutdownDisplay, waiting_line
 
 
@@ -115,6 +116,19 @@ def test_stop_insists(modules: Path) -> None:
     wait_until(lambda: child.last_lines() == ["up"])
     fleet.stop(patience_s=0.2)
     assert not child.running
+
+
+def test_learner_has_time_for_its_checkpoint_when_another_child_fails(modules: Path) -> None:
+    fleet = make(modules)
+    learner = fleet.add("learner", "sleeper", [])
+    hub = fleet.add("envhub", "sleeper", [])
+    assert stop_patience_s(fleet.children, has_request=False) == 30.0
+    os.kill(learner.pid, signal.SIGKILL)
+    wait_until(lambda: not learner.running)
+    assert hub.running
+    assert stop_patience_s(fleet.children, has_request=False) == 10.0
+    assert stop_patience_s(fleet.children, has_request=True) == 30.0
+    fleet.kill()
 
 
 def test_no_child_outlives_a_killed_parent(modules: Path) -> None:
