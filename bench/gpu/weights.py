@@ -14,12 +14,13 @@ import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 
 from bench.gpu import common
 from bench.support.rendezvous import MeetingPlace, serve_place
+from broker.weights.carriers import collective_carrier
 from broker.weights.digest import combine, digest_bucket
 from broker.weights.group import WaitMonitor, WeightGroup
 from broker.weights.memory.staging import FlatBuffer, plan_of
@@ -162,7 +163,7 @@ def _end(
     device = f"cuda:{rank}" if kind == "cuda" else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(rank)
-    backend: Literal["nccl", "gloo"] = "nccl" if kind == "cuda" else "gloo"
+    backend = collective_carrier("nccl" if kind == "cuda" else "gloo")
     store = place.connect()
     group = WeightGroup(
         store,

@@ -20,15 +20,17 @@ from broker.contract import wire
 from broker.contract.wire import Carrier
 from broker.weights import fp8
 from broker.weights.bucket_payload import ReferenceBytes
+from broker.weights.carriers.gloo import GlooCarrier
 from broker.weights.group import Group, WaitMonitor, WeightGroup
 from broker.weights.memory.copying import copy_all
 from broker.weights.memory.shared import SegmentReader, SharedSegment
 from broker.weights.memory.staging import FlatBuffer, StagingBuffers, plan_of
+from broker.weights.protocol.session import TransferSettings, session_name
 from broker.weights.receiver.buffers import ReceiveBuffers
 from broker.weights.receiver.follow import follow
 from broker.weights.rendezvous.board_request import BoardStore
-from broker.weights.sender.membership import StartTransfer, session_name
-from broker.weights.sender.transfer import TransferSettings, lead
+from broker.weights.sender.membership import StartTransfer
+from broker.weights.sender.transfer import lead
 from rollout.engines.hf.weights import HeldWeights
 
 HOST: Final = "127.0.0.1"
@@ -244,7 +246,7 @@ class EndProcess:
             "bare",
             rank,
             2,
-            backend="gloo",
+            backend=GlooCarrier(),
             host=settings.host,
             timeout_s=60.0,
             connect_timeout_s=60.0,

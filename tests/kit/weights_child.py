@@ -34,9 +34,9 @@ from broker.jetstream.bus import Bus
 from broker.weights.digest import BucketDigest, digest_bucket
 from broker.weights.memory import shared
 from broker.weights.probe import check_probe
+from broker.weights.protocol.session import TransferSettings
 from broker.weights.receiver import follow, reading
 from broker.weights.receiver.receive import WeightReceiver
-from broker.weights.sender.transfer import TransferSettings
 
 
 def say(**fields: Any) -> None:

@@ -18,7 +18,7 @@ others open the device memory (broker.weights.memory.devices). All else is the s
 packed once the device has them.
 
 The receiving buffer and what follows (digest, probe, double buffers) are the same as after a
-broadcast; ready, go, done and stop travel through the store (broker.weights.sender.transfer). The
+broadcast; ready, go, done and stop travel through the store (broker.weights.protocol.transfer). The
 side being sent is not written while its receivers are awaited. One that was given up may read on
 while it is overwritten: it sees the other version in the words or, should memory order ever hide
 that, another digest of its copy.

@@ -16,12 +16,12 @@ from torch import Tensor
 from broker.contract import wire
 from broker.errors import TransferFailed, WireError
 from broker.weights import plan as plans
+from broker.weights.carriers import collective_carrier
 from broker.weights.digest import combine, digest_bucket
 from broker.weights.group import BucketSequence, Group, PeerLost, WaitMonitor, WeightGroup
 from broker.weights.plan import LayoutPlan
+from broker.weights.protocol.session import TransferSettings, parse_session
 from broker.weights.rendezvous.board_client import BoardClient
-from broker.weights.sender.membership import parse_session
-from broker.weights.sender.transfer import TransferSettings, weight_group
 from broker.weights.store_messages import StoreMessages
 from broker.weights.stripes.layout import check_cover, placed_runs
 from broker.weights.stripes.stripe import STRIPES_KEY, group_name
@@ -84,6 +84,7 @@ def take_stripes(
         TransferFailed: if a stripe failed, or the stripes are not the model; the communicators are
             closed.
     """
+    carrier = collective_carrier(session.carrier)
     stripes = _plans(store, arrival.plan)
     name = parse_session(session.session)[0]
     open_groups: list[WeightGroup] = []
@@ -105,13 +106,8 @@ def take_stripes(
 
     def receive(number: int) -> None:
         try:
-            group = met[number] or weight_group(
-                store,
-                group_name(name, number),
-                session.rank,
-                size=session.world_size,
-                carrier=session.carrier,
-                settings=settings,
+            group = met[number] or carrier.join_group(
+                store, group_name(name, number), session.rank, session.world_size, settings
             )
             met[number] = group
             incoming = _IncomingStripe(number, stripes[number], arrival, pace)

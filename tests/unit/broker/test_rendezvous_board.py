@@ -110,6 +110,7 @@ def test_an_admitted_member_and_the_learner_share_a_torch_store(server: BoardSer
 
 
 def test_gloo_connects_through_it(server: BoardServer) -> None:
+    from broker.weights.carriers.gloo import GlooCarrier
     from broker.weights.group import WaitMonitor, WeightGroup
 
     keys = KeyPair.make()
@@ -123,7 +124,7 @@ def test_gloo_connects_through_it(server: BoardServer) -> None:
                 "g",
                 rank,
                 2,
-                backend="gloo",
+                backend=GlooCarrier(),
                 host="127.0.0.1",
                 timeout_s=5.0,
                 connect_timeout_s=5.0,
