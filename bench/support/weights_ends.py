@@ -8,6 +8,7 @@ import argparse
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final
@@ -20,7 +21,7 @@ from broker.contract import wire
 from broker.contract.wire import Carrier
 from broker.weights import fp8
 from broker.weights.bucket_payload import ReferenceBytes
-from broker.weights.carriers.gloo import GlooCarrier
+from broker.weights.carriers.gloo import GLOO
 from broker.weights.group import Group, WaitMonitor, WeightGroup
 from broker.weights.memory.copying import copy_all
 from broker.weights.memory.shared import SegmentReader, SharedSegment
@@ -241,16 +242,8 @@ class EndProcess:
         self.options = options
         self.settings = settings
         self.store = store or place.connect()
-        self.bare = WeightGroup(
-            self.store,
-            "bare",
-            rank,
-            2,
-            backend=GlooCarrier(),
-            host=settings.host,
-            timeout_s=60.0,
-            connect_timeout_s=60.0,
-        )
+        patient = replace(settings, timeout_s=60.0, connect_timeout_s=60.0)
+        self.bare = WeightGroup(self.store, "bare", rank, 2, carrier=GLOO, settings=patient)
         self.meetings = 0
         self.channels = 0
 

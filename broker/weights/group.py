@@ -14,14 +14,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, ClassVar, Final, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, Store  # type: ignore[attr-defined]
 
 from broker.errors import TransferFailed
+
+if TYPE_CHECKING:
+    from broker.weights.carriers.base import CollectiveCarrier
+    from broker.weights.protocol.session import TransferSettings
 
 IN_FLIGHT: Final = 3  # buckets on the wire at a time
 POLL_S: Final = 0.0005
@@ -118,30 +121,11 @@ class IndependentGroup(Group, Protocol):
         ...
 
 
-class CollectiveBackend(Protocol):
-    """What makes torch's process group, see ``broker.weights.carriers.base.CollectiveCarrier``."""
-
-    polls: ClassVar[bool]
-
-    def device(self) -> torch.device:
-        """Return where the buckets of a broadcast must be."""
-        ...
-
-    def connect(
-        self, store: Store, rank: int, size: int, *, host: str, connect_timeout_s: float
-    ) -> Any:
-        """Return the process group; raises torch's RuntimeError if it does not connect in time."""
-        ...
-
-
 class WeightGroup:
     """A process group of the sender (rank 0) and its receivers.
 
-    Args:
-        host: address of this end's interface.
-
     Raises:
-        PeerLost: if not all members connect within ``connect_timeout_s``.
+        PeerLost: if not all members connect in time.
     """
 
     def __init__(
@@ -151,26 +135,18 @@ class WeightGroup:
         rank: int,
         size: int,
         *,
-        backend: CollectiveBackend,
-        host: str,
-        timeout_s: float,
-        connect_timeout_s: float,
+        carrier: CollectiveCarrier,
+        settings: TransferSettings,
     ) -> None:
         self.name = name
-        self.rank = rank
-        self.size = size
-        self.timeout_s = timeout_s
+        self.timeout_s = settings.timeout_s
         self.lost: dict[str, str] = {}
         self._store = store  # written in Python, so torch does not keep it alive
-        self._polls = backend.polls
-        self._device = backend.device()
+        self._polls = carrier.polls
+        self._device = carrier.device()
         try:
-            self._group: Any = backend.connect(
-                PrefixStore(f"{name}/group", store),
-                rank,
-                size,
-                host=host,
-                connect_timeout_s=connect_timeout_s,
+            self._group: Any = carrier.connect(
+                PrefixStore(f"{name}/group", store), rank, size, settings
             )
         except RuntimeError as error:
             raise PeerLost(f"communicator {name} of {size}: {first_line(error)}") from None

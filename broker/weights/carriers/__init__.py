@@ -16,24 +16,16 @@ from collections.abc import Mapping
 from typing import Final
 
 from broker.contract.wire import Carrier
-from broker.errors import TransferFailed
-from broker.weights.carriers.base import CollectiveCarrier, SendingCarrier, WeightCarrier
-from broker.weights.carriers.curve import CurveCarrier
-from broker.weights.carriers.gloo import GlooCarrier
-from broker.weights.carriers.ipc import IpcCarrier
-from broker.weights.carriers.nccl import NcclCarrier
-from broker.weights.carriers.shared import SharedMemoryCarrier
+from broker.weights.carriers.base import WeightCarrier
+from broker.weights.carriers.curve import CURVE
+from broker.weights.carriers.gloo import GLOO
+from broker.weights.carriers.ipc import IPC
+from broker.weights.carriers.nccl import NCCL
+from broker.weights.carriers.shared import SHARED
 
 # best first: a server prefers the earlier of two that it can use
 CARRIERS: Final[Mapping[Carrier, WeightCarrier]] = {
-    carrier.name: carrier
-    for carrier in (
-        IpcCarrier(),
-        NcclCarrier(),
-        SharedMemoryCarrier(),
-        GlooCarrier(),
-        CurveCarrier(),
-    )
+    carrier.name: carrier for carrier in (IPC, NCCL, SHARED, GLOO, CURVE)
 }
 # no communicator: the server reads the learner's memory
 READ: Final = frozenset(name for name, carrier in CARRIERS.items() if carrier.reads_memory)
@@ -47,27 +39,3 @@ def selected_carrier(setting: str | None) -> WeightCarrier | None:
 def reading_carrier(*, on_gpu: bool) -> Carrier:
     """Return the carrier by which a server reads GPU memory, or host memory."""
     return next(name for name in CARRIERS if name in READ and CARRIERS[name].on_gpu == on_gpu)
-
-
-def sending_carrier(name: Carrier) -> SendingCarrier:
-    """Return a carrier whose ends meet in a communicator.
-
-    Raises:
-        TransferFailed: if it has none.
-    """
-    carrier = CARRIERS[name]
-    if not isinstance(carrier, SendingCarrier):
-        raise TransferFailed(f"carrier {name} has no communicator")
-    return carrier
-
-
-def collective_carrier(name: Carrier) -> CollectiveCarrier:
-    """Return a carrier whose ends are ranks of a process group.
-
-    Raises:
-        TransferFailed: if they are not.
-    """
-    carrier = CARRIERS[name]
-    if not isinstance(carrier, CollectiveCarrier):
-        raise TransferFailed(f"carrier {name} has no process group")
-    return carrier

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from broker.weights.carriers.base import ReadingCarrier
+from typing import Final
 
+from broker.weights.carriers.base import WeightCarrier
 
-class IpcCarrier(ReadingCarrier):
-    """The server needs the learner's GPU, or a peer of it, and the learner's user."""
-
-    name = "ipc"
-    description = "the server reads the learner's GPU memory"
-    is_automatic = False  # it has run with one kind of GPU only
-    fallback = "gloo"
-    on_gpu = True
-    host_carrier = "shared"
-    gpu_use = "is read in a GPU's memory"
+IPC: Final = WeightCarrier(
+    name="ipc",
+    description="the server reads the learner's GPU memory",
+    is_automatic=False,  # it has run with one kind of GPU only
+    fallback="gloo",
+    reads_memory=True,
+    on_gpu=True,
+    gpu_use="is read in a GPU's memory",
+    host_carrier="shared",
+)

@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from broker.system.connections import interface_of
 from broker.weights.carriers.base import CollectiveCarrier
@@ -15,32 +15,23 @@ if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+    from broker.weights.protocol.session import TransferSettings
+
 
 class NcclCarrier(CollectiveCarrier):
-    """The server needs a GPU that the learner does not use."""
-
-    name = "nccl"
-    description = "broadcast between GPUs"
-    on_gpu = True
-    claims_gpu = True
-    host_carrier = "gloo"
-    gpu_use = "sends between GPUs"
-    gpu_conflict = "NCCL takes no two members on one GPU"
-    polls = True
+    """It is told the interface's name, in the environment."""
 
     def device(self) -> torch.device:
         import torch
 
         return torch.device("cuda", torch.cuda.current_device())
 
-    def connect(
-        self, store: Store, rank: int, size: int, *, host: str, connect_timeout_s: float
-    ) -> Any:
+    def connect(self, store: Store, rank: int, size: int, settings: TransferSettings) -> Any:
         from torch.distributed import ProcessGroupNCCL
 
         options = ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=connect_timeout_s)
-        with _set_environment(nccl_environment(host)):
+        options._timeout = timedelta(seconds=settings.connect_timeout_s)
+        with _set_environment(nccl_environment(settings.host)):
             group = ProcessGroupNCCL(store, rank, size, options)
             group.eager_connect_single_device(self.device())
         return group
@@ -72,3 +63,15 @@ def _set_environment(values: Mapping[str, str]) -> Iterator[None]:
                 del os.environ[key]
             else:
                 os.environ[key] = value
+
+
+NCCL: Final = NcclCarrier(
+    name="nccl",
+    description="broadcast between GPUs",
+    on_gpu=True,
+    claims_gpu=True,
+    gpu_use="sends between GPUs",
+    gpu_conflict="NCCL takes no two members on one GPU",
+    host_carrier="gloo",
+    polls=True,
+)

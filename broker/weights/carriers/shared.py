@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from broker.weights.carriers.base import ReadingCarrier
+from typing import Final
 
+from broker.weights.carriers.base import WeightCarrier
 
-class SharedMemoryCarrier(ReadingCarrier):
-    """The server needs the learner's host and user."""
-
-    name = "shared"
-    description = "the server reads the learner's host memory"
-    fallback = "gloo"
+SHARED: Final = WeightCarrier(
+    name="shared",
+    description="the server reads the learner's host memory",
+    fallback="gloo",
+    reads_memory=True,
+)

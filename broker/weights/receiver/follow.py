@@ -11,7 +11,7 @@ from torch import Tensor
 
 from broker.contract import wire
 from broker.errors import TransferFailed, WireError
-from broker.weights.carriers import READ, sending_carrier
+from broker.weights.carriers import CARRIERS, READ
 from broker.weights.digest import combine, digest_bucket
 from broker.weights.group import PEEK_EVERY_S, POLL_S, Group, PeerLost, WaitMonitor
 from broker.weights.memory.shared import SegmentReader
@@ -90,8 +90,8 @@ def follow(
             digests = _read(lines, session, window, arrival, watch)
         else:
             try:
-                group = group or sending_carrier(session.carrier).open_receiver(
-                    store, name, rank, session.world_size, settings
+                group = group or CARRIERS[session.carrier].open_group(
+                    store, name, rank=rank, size=session.world_size, settings=settings
                 )
                 digests = _take(lines, group, arrival, watch, whole=not go)
             except TransferFailed as error:

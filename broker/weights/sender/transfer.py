@@ -10,7 +10,7 @@ from typing import Final
 
 from broker.errors import TransferFailed
 from broker.weights.bucket_payload import OutgoingBuckets, ReferenceBytes
-from broker.weights.carriers import sending_carrier
+from broker.weights.carriers import CARRIERS
 from broker.weights.group import Group, IndependentGroup, PeerLost, WaitMonitor
 from broker.weights.memory.staging import StagedVersion
 from broker.weights.protocol.session import TransferSettings, parse_session, session_before
@@ -160,9 +160,14 @@ def call_off(
 
 def _open_group(store: BoardStore, start: StartTransfer, settings: TransferSettings) -> Group:
     """Open the communicator of a transfer at the sender, which is rank 0."""
-    name = parse_session(start.session)[0]
-    members = start.members[: start.num_sent]
-    return sending_carrier(start.carrier).open_sender(store, name, members, settings)
+    return CARRIERS[start.carrier].open_group(
+        store,
+        parse_session(start.session)[0],
+        rank=0,
+        size=start.num_sent + 1,
+        settings=settings,
+        members=start.members[: start.num_sent],
+    )
 
 
 def collect(

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from broker.contract.wire import Carrier
 from broker.errors import TransferFailed
-from broker.weights.carriers import collective_carrier
+from broker.weights.carriers import CARRIERS
 from broker.weights.group import Group, PeerLost, WaitMonitor, first_line
 from broker.weights.memory.staging import StagingBuffers
 from broker.weights.plan import LayoutPlan
@@ -126,8 +126,8 @@ class StripeRank:
                 lines.say(f"stripe/{self.rank}", staged.digest or "")
                 if group is None:
                     communicator = group_name(name, self.rank)
-                    group = collective_carrier(order.carrier).join_group(
-                        store, communicator, 0, order.world_size, settings
+                    group = CARRIERS[order.carrier].open_group(
+                        store, communicator, rank=0, size=order.world_size, settings=settings
                     )
                 group.broadcast(staged, watch, done=lambda index: None, peek=peek)
         except BaseException:
