@@ -52,9 +52,9 @@ from torch import Tensor
 from broker.errors import TransferFailed
 from broker.weights.group import WaitMonitor, first_line
 from broker.weights.memory.devices import MemoryCard, SharedDevice
+from broker.weights.memory.reading import MemoryRead
 from broker.weights.memory.staging import PIECE_BYTES, Words
 from broker.weights.plan import LayoutPlan
-from broker.weights.receiver.reading import MemoryRead
 
 log = logging.getLogger(__name__)
 
