@@ -8,6 +8,8 @@
 | shared | it reads the learner's host memory | the learner's host and user |
 | gloo | broadcast between host memories | a route to the learner |
 | curve | fetched through the rendezvous, encrypted | a route to the rendezvous |
+
+Snapshots (``broker.weights.snapshots``) are no carrier: a server reads them without the learner.
 """
 
 from __future__ import annotations

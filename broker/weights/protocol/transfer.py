@@ -16,10 +16,11 @@
                                <---   stop = reason                 at any time: leave, ask again
 
 By CURVE no member needs another: the sender leaves behind those that fail and finishes with the
-rest. By other carriers it ends a transfer that lacks a member, and knows whom to blame: members that
-report their own fault, else those that are silent while others report a lost peer. A failing member
-ends the others' wait; only a peer that hangs during the broadcast costs its timeout. The sender's side
-is ``broker.weights.sender.transfer``, the receiver's ``broker.weights.receiver.follow``.
+rest. By other carriers it ends a transfer that lacks a member, and knows whom to blame: members
+that report their own fault, else those that are silent while others report a lost peer. A failing
+member ends the others' wait; only a peer that hangs during the broadcast costs its timeout. The
+sender's side is ``broker.weights.sender.transfer``, the receiver's
+``broker.weights.receiver.follow``.
 """
 
 from __future__ import annotations
