@@ -19,6 +19,7 @@ from broker.settings.schema.training import (
     OptimizationSection,
     TrainSection,
 )
+from broker.weights.carriers import selected_carrier
 
 # Parameters of the plug-ins that are functions, to check the user's.
 CALLED_WITH: Final = {
@@ -166,16 +167,13 @@ def _check_training(settings: RunSettings) -> None:
     check_stripes(train)
     if backend == "megatron":
         _check_divided(settings.model, train.megatron)
-    if train.weights_backend == "nccl" and train.device == "cpu":
-        raise ConfigError(
-            "train.weights_backend", "nccl", "gloo with train.device cpu: nccl sends between GPUs"
-        )
-    if train.weights_backend == "ipc" and train.device == "cpu":
-        raise ConfigError(
-            "train.weights_backend",
-            "ipc",
-            "shared with train.device cpu: ipc is read in a GPU's memory",
-        )
+    carrier = selected_carrier(train.weights_backend)
+    if (
+        carrier is not None
+        and train.device == "cpu"
+        and (allowed := carrier.host_problem("train.device cpu"))
+    ):
+        raise ConfigError("train.weights_backend", carrier.name, allowed)
     if (port := train.weights_snapshot_port) is not None and not train.weights_snapshot_every:
         raise ConfigError(
             "train.weights_snapshot_port", port, "null without train.weights_snapshot_every"

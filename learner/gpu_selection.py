@@ -13,6 +13,8 @@ from typing import Any, Final
 from broker.errors import ConfigError, UserError
 from broker.system import gpus
 from broker.system.devices import device_names, gpu_uuids
+from broker.weights.carriers import CARRIERS, reading_carrier, selected_carrier
+from broker.weights.carriers.selection import AUTO
 
 SMI_TIMEOUT_S: Final = 20.0
 # An ended learner's ranks may need seconds to free their memory.
@@ -106,10 +108,13 @@ def with_weights_on_host(config: dict[str, Any]) -> dict[str, Any]:
     train = config.get("train") or {}
     if not isinstance(train, dict):
         return config  # refused by validation
-    carrier = train.get("weights_backend") or "auto"
-    if carrier in ("nccl", "ipc"):
-        allowed = "shared, gloo or curve with --share-gpus: they leave no weights on the GPU"
-        raise ConfigError("train.weights_backend", carrier, allowed)
+    setting = train.get("weights_backend") or AUTO
+    carrier = selected_carrier(setting)
+    if carrier is not None and carrier.on_gpu:
+        on_host = [name for name in CARRIERS if not CARRIERS[name].on_gpu]
+        names = f"{', '.join(on_host[:-1])} or {on_host[-1]}"
+        allowed = f"{names} with --share-gpus: they leave no weights on the GPU"
+        raise ConfigError("train.weights_backend", setting, allowed)
     if train.get("weights_stripes") == "always":
         raise ConfigError(
             "train.weights_stripes",
@@ -117,7 +122,7 @@ def with_weights_on_host(config: dict[str, Any]) -> dict[str, Any]:
             "never with --share-gpus: ranks stage stripes on their GPUs",
         )
     overrides = {
-        "weights_backend": "shared" if carrier == "auto" else carrier,
+        "weights_backend": reading_carrier(on_gpu=False) if setting == AUTO else setting,
         "weights_stripes": "never",
     }
     return {**config, "train": {**train, **overrides}}

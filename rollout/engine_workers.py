@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable
 
 from broker.contract import wire
 from broker.system.devices import device_names
+from broker.weights.carriers import CARRIERS
 from broker.weights.receiver.workers import EngineWorkers, WorkerTransfer
 from rollout.engines.base import Engine, ReceivingEngine, UpdateMode
 
@@ -45,5 +46,6 @@ async def engine_workers(
         served(paused_s)
         return digest
 
-    devices = await asyncio.to_thread(device_names, "auto") if "nccl" in carriers else []
+    claims_gpus = any(CARRIERS[carrier].claims_gpu for carrier in carriers)
+    devices = await asyncio.to_thread(device_names, "auto") if claims_gpus else []
     return EngineWorkers(carriers, receive, frozenset(devices))

@@ -62,19 +62,18 @@ REACHED: Final[Mapping[str, float]] = {
     "one_word_functions": 0.2531,
     "conditional_per_1k": 14.32,
     "comment_lines": 0.0153,
-    "lines_over_100": 461,
+    "lines_over_100": 460,
     "positional_over_5": 35,
     "tuple_splats": 7,
     "one_word_classes": 0.194,
     "repeated_class_names": 10,
     "max_modules_per_folder": 26,
     "functions_over_45_statements": 9,
-    "settings_as_dict": 144,
-    "files_spelling_nccl": 22,
+    "settings_as_dict": 145,
     "stray_unit_tests": 163,
     "archaic": 46,
-    "statements_share": 1.0163,
-    "bench_lines": 22_833,
+    "statements_share": 1.022,
+    "bench_lines": 22_824,
 }
 
 

@@ -14,15 +14,17 @@ import multiprocessing
 import statistics
 import sys
 from collections.abc import Callable
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 import torch
 
 from bench.gpu import common
 from bench.support.rendezvous import MeetingPlace, serve_place
+from broker.weights.carriers import CARRIERS
 from broker.weights.digest import combine, digest_bucket
-from broker.weights.group import WaitMonitor, WeightGroup
+from broker.weights.group import WaitMonitor
 from broker.weights.memory.staging import FlatBuffer, plan_of
+from broker.weights.protocol.session import TransferSettings
 
 HOST: Final = "127.0.0.1"
 WAIT_S: Final = 120.0
@@ -162,17 +164,10 @@ def _end(
     device = f"cuda:{rank}" if kind == "cuda" else "cpu"
     if kind == "cuda":
         torch.cuda.set_device(rank)
-    backend: Literal["nccl", "gloo"] = "nccl" if kind == "cuda" else "gloo"
     store = place.connect()
-    group = WeightGroup(
-        store,
-        "bench",
-        rank,
-        2,
-        backend=backend,
-        host=HOST,
-        timeout_s=WAIT_S,
-        connect_timeout_s=60.0,
+    settings = TransferSettings(host=HOST, timeout_s=WAIT_S, connect_timeout_s=60.0)
+    group = CARRIERS["nccl" if kind == "cuda" else "gloo"].open_group(
+        store, "bench", rank=rank, size=2, settings=settings
     )
     tensors = tensors_of(shape, device)
     flat = FlatBuffer(plan_of(tensors, bucket_mib), device)

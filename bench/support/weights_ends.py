@@ -8,6 +8,7 @@ import argparse
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final
@@ -20,15 +21,17 @@ from broker.contract import wire
 from broker.contract.wire import Carrier
 from broker.weights import fp8
 from broker.weights.bucket_payload import ReferenceBytes
+from broker.weights.carriers.gloo import GLOO
 from broker.weights.group import Group, WaitMonitor, WeightGroup
 from broker.weights.memory.copying import copy_all
 from broker.weights.memory.shared import SegmentReader, SharedSegment
 from broker.weights.memory.staging import FlatBuffer, StagingBuffers, plan_of
+from broker.weights.protocol.session import TransferSettings, session_name
 from broker.weights.receiver.buffers import ReceiveBuffers
 from broker.weights.receiver.follow import follow
 from broker.weights.rendezvous.board_request import BoardStore
-from broker.weights.sender.membership import StartTransfer, session_name
-from broker.weights.sender.transfer import TransferSettings, lead
+from broker.weights.sender.membership import StartTransfer
+from broker.weights.sender.transfer import lead
 from rollout.engines.hf.weights import HeldWeights
 
 HOST: Final = "127.0.0.1"
@@ -239,16 +242,8 @@ class EndProcess:
         self.options = options
         self.settings = settings
         self.store = store or place.connect()
-        self.bare = WeightGroup(
-            self.store,
-            "bare",
-            rank,
-            2,
-            backend="gloo",
-            host=settings.host,
-            timeout_s=60.0,
-            connect_timeout_s=60.0,
-        )
+        patient = replace(settings, timeout_s=60.0, connect_timeout_s=60.0)
+        self.bare = WeightGroup(self.store, "bare", rank, 2, carrier=GLOO, settings=patient)
         self.meetings = 0
         self.channels = 0
 

@@ -1,4 +1,4 @@
-"""Communicators of gloo and NCCL, independent of the default process group.
+"""Communicators of torch's process groups, independent of the default one.
 
 Nothing here calls ``init_process_group``: the learner keeps its own default group. Every wait
 polls, so that it can be cancelled at any time; gloo's own timeout only ends threads left behind.
@@ -9,23 +9,22 @@ reach only one of them.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 from weakref import WeakSet
 
-import torch
 from torch import Tensor
 from torch.distributed import BroadcastOptions, PrefixStore, Store  # type: ignore[attr-defined]
 
 from broker.errors import TransferFailed
-from broker.system.connections import interface_of
 
-Backend = Literal["gloo", "nccl"]
+if TYPE_CHECKING:
+    from broker.weights.carriers.base import CollectiveCarrier
+    from broker.weights.protocol.session import TransferSettings
 
 IN_FLIGHT: Final = 3  # buckets on the wire at a time
 POLL_S: Final = 0.0005
@@ -109,15 +108,24 @@ class Group(Protocol):
         ...
 
 
+@runtime_checkable
+class IndependentGroup(Group, Protocol):
+    """A sender's end whose receivers do not need each other."""
+
+    def open(self, num_buckets: int, lost: dict[str, str]) -> None:
+        """Prepare the next broadcast.
+
+        Args:
+            lost: receivers to go on without, and why; may grow at any time.
+        """
+        ...
+
+
 class WeightGroup:
     """A process group of the sender (rank 0) and its receivers.
 
-    Args:
-        host: address of this end's interface; gloo listens there, and NCCL is told the interface's
-            name.
-
     Raises:
-        PeerLost: if not all members connect within ``connect_timeout_s``.
+        PeerLost: if not all members connect in time.
     """
 
     def __init__(
@@ -127,27 +135,18 @@ class WeightGroup:
         rank: int,
         size: int,
         *,
-        backend: Backend,
-        host: str,
-        timeout_s: float,
-        connect_timeout_s: float,
+        carrier: CollectiveCarrier,
+        settings: TransferSettings,
     ) -> None:
         self.name = name
-        self.rank = rank
-        self.size = size
-        self.timeout_s = timeout_s
+        self.timeout_s = settings.timeout_s
         self.lost: dict[str, str] = {}
         self._store = store  # written in Python, so torch does not keep it alive
-        self._polls = backend == "nccl"  # a wait with a timeout would abort the communicator
-        self._device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if self._polls
-            else torch.device("cpu")
-        )
-        make = _make_nccl if backend == "nccl" else _make_gloo
+        self._polls = carrier.polls
+        self._device = carrier.device()
         try:
-            self._group: Any = make(
-                PrefixStore(f"{name}/group", store), rank, size, host, connect_timeout_s
+            self._group: Any = carrier.connect(
+                PrefixStore(f"{name}/group", store), rank, size, settings
             )
         except RuntimeError as error:
             raise PeerLost(f"communicator {name} of {size}: {first_line(error)}") from None
@@ -180,7 +179,7 @@ class WeightGroup:
                 and len(flying) < IN_FLIGHT
                 and (bucket := buckets[following]) is not None
             ):
-                # gloo also sends from device memory, NCCL also from the host's
+                # where it is staged may be another device than the group's
                 local_bucket = bucket.to(self._device)
                 flying.append((following, self._issue(local_bucket), local_bucket))
                 following += 1
@@ -239,56 +238,6 @@ def _finish(work: Any, index: int) -> None:
         work.wait()
     except RuntimeError as error:
         raise PeerLost(f"bucket {index}: {first_line(error)}") from None
-
-
-def _make_gloo(store: Store, rank: int, size: int, host: str, connect_timeout_s: float) -> Any:
-    from torch.distributed import ProcessGroupGloo
-
-    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    # the default follows the host's name
-    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
-    options._timeout = timedelta(seconds=connect_timeout_s)
-    options._threads = IN_FLIGHT
-    return ProcessGroupGloo(store, rank, size, options)
-
-
-def _make_nccl(store: Store, rank: int, size: int, host: str, connect_timeout_s: float) -> Any:
-    from torch.distributed import ProcessGroupNCCL
-
-    options = ProcessGroupNCCL.Options()
-    options._timeout = timedelta(seconds=connect_timeout_s)
-    with _environment(nccl_environment(host)):
-        group = ProcessGroupNCCL(store, rank, size, options)
-        group.eager_connect_single_device(torch.device("cuda", torch.cuda.current_device()))
-    return group
-
-
-def nccl_environment(host: str) -> dict[str, str]:
-    """Return NCCL's variables for an interface's address; NCCL reads them when it first connects in
-    a process.
-    """
-    # its watchdog would end this process when a peer hangs
-    variables = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
-    if interface := interface_of(host):
-        variables |= {
-            "NCCL_SOCKET_IFNAME": f"={interface}",
-            "NCCL_SOCKET_FAMILY": "AF_INET6" if ":" in host else "AF_INET",
-        }
-    return variables
-
-
-@contextmanager
-def _environment(values: Mapping[str, str]) -> Any:
-    previous = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in previous.items():
-            if value is None:
-                del os.environ[key]
-            else:
-                os.environ[key] = value
 
 
 def first_line(error: BaseException) -> str:

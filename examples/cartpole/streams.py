@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from broker.contract import wire
 from broker.contract.streams import DEAD, LOG, WEIGHTS, WEIGHTSYNC, WORK_QUEUE, Stream
 from broker.weights.probe import check_probe, make_probe
-from broker.weights.sender.transfer import TransferSettings
+from broker.weights.protocol.session import TransferSettings
 from examples.cartpole.dqn import OBSERVATION, Episode, QNetwork
 
 BUCKET_MIB: Final = 1.0  # of the weights, the same at both ends

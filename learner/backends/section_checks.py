@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from broker.errors import ConfigError
+from broker.weights.carriers import CARRIERS
+from broker.weights.carriers.selection import AUTO
 from learner.config import DeepspeedSection, TrainSection
 
 
@@ -54,7 +56,7 @@ def check_megatron(train: TrainSection) -> None:
 
 def stripes_problem(train: TrainSection) -> str:
     """Return what keeps the ranks from each sending what they hold; empty if they can."""
-    carriers = ("auto", "nccl", "gloo")
+    carriers = (AUTO, *(name for name in CARRIERS if CARRIERS[name].serves_stripes))
     if train.ranks == 1:
         return "train.ranks above 1"
     if train.lora:
@@ -65,7 +67,7 @@ def stripes_problem(train: TrainSection) -> str:
         return "train.weights_delta false: changes are found in whole versions"
     if train.weights_snapshot_every:
         return "train.weights_snapshot_every 0: snapshots are whole versions"
-    if (train.weights_backend or "auto") not in carriers:
+    if (train.weights_backend or AUTO) not in carriers:
         return f"train.weights_backend {', '.join(carriers[:-1])} or {carriers[-1]}"
     return ""
 

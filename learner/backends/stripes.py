@@ -22,8 +22,8 @@ from torch import Tensor
 from broker.system.connections import address_towards
 from broker.weights import plan as plans
 from broker.weights.plan import LayoutPlan
+from broker.weights.protocol.session import TransferSettings
 from broker.weights.rendezvous.board_client import BoardClient, KeyPair, RendezvousAddress
-from broker.weights.sender.transfer import TransferSettings
 from broker.weights.stripes.layout import check_cover, stripe_plan
 from broker.weights.stripes.partial_digest import digest_of_parts
 from broker.weights.stripes.stripe import StripeRank

@@ -20,7 +20,7 @@ it, on every node::
 Under torchrun and srun the ranks are started there instead, and find their place in the environment
 (``placement``). The rendezvous is a ``BoardServer`` of the weights' rooms, which is also torch's
 store; links are ZeroMQ sockets. Both are encrypted by keys that follow from one secret file. What
-the ranks exchange by gloo and NCCL is not.
+the ranks exchange in collectives is not.
 
 A connection that ends, or is silent for 15 s, ends rank 0, and with it every other rank, with exit
 code 1 for a supervisor. Started again, all meet and resume from the last checkpoint, perhaps on

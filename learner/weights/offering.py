@@ -12,13 +12,14 @@ from broker.errors import ConfigError
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
 from broker.weights.adapter import factor_shapes
-from broker.weights.carriers import offered
+from broker.weights.carriers import reading_carrier, selected_carrier
+from broker.weights.carriers.selection import AUTO, offered_carriers
 from broker.weights.memory.cuda import CudaDevice
 from broker.weights.memory.staging import plan_of
 from broker.weights.plan import LayoutPlan
 from broker.weights.probe import wrong_token
+from broker.weights.protocol.session import TransferSettings
 from broker.weights.sender.send import WeightSender
-from broker.weights.sender.transfer import TransferSettings
 from learner.backends.base import Backend
 from learner.backends.models.empty_model import build_empty
 from learner.backends.section_checks import stripes_problem
@@ -39,7 +40,7 @@ class WeightOffering:
         engine_dtype: ``rollout.dtype``.
 
     Raises:
-        ConfigError: if ``train.weights_backend`` is ipc and the weights are not on a GPU.
+        ConfigError: if ``train.weights_backend`` needs the weights on a GPU and they are not.
     """
 
     def __init__(
@@ -57,9 +58,14 @@ class WeightOffering:
         self._stripes: RankStripes | None = None
         # Of the sender.
         self.plan: LayoutPlan
-        if train.weights_backend == "ipc" and backend.device.type != "cuda":
-            allowed = f"shared with weights on {backend.device.type}: ipc is read in a GPU's memory"
-            raise ConfigError("train.weights_backend", "ipc", allowed)
+        carrier = selected_carrier(train.weights_backend)
+        place = f"weights on {backend.device.type}"
+        if (
+            carrier is not None
+            and backend.device.type != "cuda"
+            and (allowed := carrier.host_problem(place))
+        ):
+            raise ConfigError("train.weights_backend", carrier.name, allowed)
         # None: all weights are sent.
         self.adapter = backend.adapter()
         if self.adapter is not None:
@@ -82,7 +88,8 @@ class WeightOffering:
         """
         train = self._train
         device = self._backend.device
-        carriers = offered(train.weights_backend or "auto", on_gpu=device.type == "cuda")
+        carriers = offered_carriers(train.weights_backend or AUTO, on_gpu=device.type == "cuda")
+        reads_gpu = reading_carrier(on_gpu=True) in carriers
         if self.adapter is None:
             plan = plan_of(
                 self._backend.shapes(), train.weights_bucket_mib, dtype=train.weights_dtype
@@ -115,7 +122,7 @@ class WeightOffering:
             device=device,
             delta_full_every=train.weights_full_every if train.weights_delta else None,
             adapter=self.adapter,
-            memory=CudaDevice(device) if "ipc" in carriers else None,
+            memory=CudaDevice(device) if reads_gpu else None,
             stripes=self._stripes,
         )
 

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final
 
 from broker.contract.wire import Carrier
-from broker.weights.carriers import READ, choose, of_workers, offered, takes
-
-REASONS: Final[dict[Carrier, str]] = {
-    "ipc": "the server reads the learner's GPU memory",
-    "shared": "the server reads the learner's host memory",
-    "nccl": "broadcast between GPUs",
-    "gloo": "broadcast between host memories",
-    "curve": "fetched from the learner, encrypted",
-}
+from broker.weights.carriers import CARRIERS, READ, reading_carrier
+from broker.weights.carriers.selection import (
+    AUTO,
+    accepted_carriers,
+    choose_carrier,
+    offered_carriers,
+    worker_carriers,
+)
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class WeightsSettings:
         plain: whether whole models are sent unquantized, which workers require.
     """
 
-    setting: str = "auto"
+    setting: str = AUTO
     on_gpu: bool = False
     engine: str = ""
     to_device: bool = False
@@ -87,22 +85,27 @@ def _pair_with_server(
         if not same_host:
             impossible |= READ
         if not own_gpu:
-            impossible.add("nccl")
-        counts = of_workers(settings.into, settings.workers, on_gpu=on_gpu)
+            impossible |= {name for name, carrier in CARRIERS.items() if carrier.claims_gpu}
+        counts = worker_carriers(settings.into, settings.workers, on_gpu=on_gpu)
         workers = {carrier: count for carrier, count in counts.items() if carrier not in impossible}
     reads: Carrier | None = None
     if same_host:
-        reads = "ipc" if settings.setting == "ipc" and settings.to_device and on_gpu else "shared"
-    accepted: Mapping[Carrier, int] = takes(
+        on_device = settings.to_device and on_gpu
+        reads = reading_carrier(
+            on_gpu=on_device and settings.setting == reading_carrier(on_gpu=True)
+        )
+    accepted: Mapping[Carrier, int] = accepted_carriers(
         reads=reads, workers=workers, on_gpu=own_gpu and settings.to_device
     )
-    carrier = choose(offered(settings.setting, on_gpu=on_gpu), accepted)
+    offers = offered_carriers(settings.setting, on_gpu=on_gpu)
+    carrier = choose_carrier(offers, accepted)
     if carrier is None:
         if place == "on the learner's GPU":
-            return WeightPair(place, None, "NCCL takes no two members on one GPU")
+            conflict = next((CARRIERS[name].gpu_conflict for name in offers), "")
+            return WeightPair(place, None, conflict or "it takes host memory")
         return WeightPair(place, None, "it takes host memory")
     count = workers.get(carrier, 0)
-    reason = REASONS[carrier]
+    reason = CARRIERS[carrier].description
     if count:
         reason += f", into {count} worker{'s' * (count > 1)}"
         if settings.workers_need:

@@ -11,6 +11,7 @@ from broker.errors import ConfigError
 from broker.settings.config import num_greedy
 from broker.settings.runspec import domains, section
 from broker.settings.sections import parse
+from broker.weights.carriers import selected_carrier
 from learner.backends import BACKENDS
 from learner.checks import check_ranks
 from learner.config import AlgorithmSection, LoraSection, TrainSection
@@ -96,6 +97,7 @@ def read_demands(settings: Mapping[str, Any], config: dict[str, Any], model: Mod
     algorithm = section(config, "algorithm", AlgorithmSection)
     lora = lora_parameters(train.lora, model) if train.lora else 0
     longest = max(domain.max_context_tokens for domain in domains(config).values())
+    carrier = selected_carrier(train.weights_backend)
     facts = TrainFacts(
         slice_tokens=max(train.micro_batch_tokens, longest),
         lora_parameters=lora,
@@ -104,7 +106,7 @@ def read_demands(settings: Mapping[str, Any], config: dict[str, Any], model: Mod
         activation_offload=train.activation_offload,
         staging=_staging_bytes(train, model, lora),
         # The other carriers send from host memory.
-        staging_on_gpu=train.weights_backend in ("nccl", "ipc"),
+        staging_on_gpu=carrier is not None and carrier.on_gpu,
     )
     group_size = max(domain.group_size for domain in domains(config).values())
     group_size += num_greedy(algorithm.adv_estimator)

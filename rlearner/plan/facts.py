@@ -8,8 +8,8 @@ from typing import Final, Literal
 GIB: Final = 2**30
 # Of all hosts together, the most that are planned for.
 MOST_GPUS: Final = 65_536
-# Share of each GPU's memory that stays free, besides a GiB: for CUDA, NCCL, workspaces of kernels
-# and fragmentation.
+# Share of each GPU's memory that stays free, besides a GiB: for CUDA, collectives, workspaces of
+# kernels and fragmentation.
 RESERVED_SHARE: Final = 0.06
 Place = Literal["gpu", "host"]
 

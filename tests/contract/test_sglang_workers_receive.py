@@ -26,10 +26,10 @@ from broker.errors import ConfigError, TransferFailed, UserError
 from broker.jetstream.bus import Bus
 from broker.weights.memory.staging import plan_of
 from broker.weights.probe import make_probe
+from broker.weights.protocol.session import TransferSettings
 from broker.weights.receiver.receive import WeightReceiver
 from broker.weights.receiver.workers import WorkerReceiver
 from broker.weights.sender.send import WeightSender
-from broker.weights.sender.transfer import TransferSettings
 from rollout.engine_workers import engine_workers
 from rollout.engines.base import NO_VERSION, EngineConfig
 from rollout.engines.hf.model import SlotModel

@@ -28,8 +28,8 @@ from broker.errors import Fenced
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
 from broker.weights.memory.staging import plan_of
+from broker.weights.protocol.session import TransferSettings
 from broker.weights.sender.send import WeightSender
-from broker.weights.sender.transfer import TransferSettings
 
 SETTINGS = TransferSettings(timeout_s=2.0, connect_timeout_s=2.0)
 CURVE = replace(SETTINGS, carriers=("curve",))

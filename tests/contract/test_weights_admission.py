@@ -19,9 +19,10 @@ from broker.errors import TransferFailed
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import send_request
 from broker.weights.memory.staging import plan_of
+from broker.weights.protocol.session import PLAN_KEY
 from broker.weights.rendezvous.board_client import BoardClient, KeyPair, RendezvousAddress
 from broker.weights.sender import admission
-from broker.weights.sender.send import PLAN_KEY, WeightSender
+from broker.weights.sender.send import WeightSender
 
 
 class PresentServers(StubRoster):

@@ -20,10 +20,10 @@ from broker.jetstream.core_messages import send_request
 from broker.nats.nats_errors import NoResponders
 from broker.weights.group import WaitMonitor
 from broker.weights.memory.staging import plan_of
+from broker.weights.protocol.transfer import PEER
 from broker.weights.rendezvous.board_client import BoardClient, KeyPair, RendezvousAddress
 from broker.weights.sender import membership
 from broker.weights.sender.send import WeightSender
-from broker.weights.sender.transfer import PEER
 from broker.weights.store_messages import StoreMessages
 
 NUM_VERSIONS = 5

@@ -32,11 +32,11 @@ from weights_model import content, make_tensors, probe_logprobs
 from broker.contract import wire
 from broker.jetstream.bus import Bus
 from broker.weights.digest import BucketDigest, digest_bucket
-from broker.weights.memory import shared
+from broker.weights.memory import reading, shared
 from broker.weights.probe import check_probe
-from broker.weights.receiver import follow, reading
+from broker.weights.protocol.session import TransferSettings
+from broker.weights.receiver import follow
 from broker.weights.receiver.receive import WeightReceiver
-from broker.weights.sender.transfer import TransferSettings
 
 
 def say(**fields: Any) -> None:

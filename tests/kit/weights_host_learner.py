@@ -22,8 +22,8 @@ from weights_model import content, make_tensors, probe_of
 
 from broker.jetstream.bus import Bus
 from broker.weights.memory.staging import plan_of
+from broker.weights.protocol.session import TransferSettings
 from broker.weights.sender.send import WeightSender
-from broker.weights.sender.transfer import TransferSettings
 from learner.weights.addresses import weights_address
 
 

@@ -26,8 +26,8 @@ from broker.contract.wire import Carrier
 from broker.jetstream.bus import Bus
 from broker.weights.group import WeightGroup
 from broker.weights.memory.staging import StagedVersion, plan_of
+from broker.weights.protocol.session import TransferSettings
 from broker.weights.sender.send import WeightSender
-from broker.weights.sender.transfer import TransferSettings
 
 
 def end(what: str) -> None:

@@ -25,9 +25,9 @@ from broker.contract import wire
 from broker.jetstream.bus import Bus
 from broker.weights.memory.staging import plan_of
 from broker.weights.probe import make_probe
+from broker.weights.protocol.session import TransferSettings
 from broker.weights.receiver.receive import WeightReceiver
 from broker.weights.sender.send import WeightSender
-from broker.weights.sender.transfer import TransferSettings
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import build_tiny
 from rollout.engine_workers import engine_workers

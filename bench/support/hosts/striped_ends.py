@@ -29,12 +29,13 @@ from bench.support.hosts.network_namespaces import HostNetwork
 from broker.contract import wire
 from broker.weights.group import Group, WaitMonitor
 from broker.weights.memory.staging import StagingBuffers, plan_of
+from broker.weights.protocol.session import TransferSettings, session_name
 from broker.weights.receiver.buffers import ReceiveBuffers
 from broker.weights.receiver.follow import follow
 from broker.weights.rendezvous.board_client import BoardClient, KeyPair, RendezvousAddress
 from broker.weights.rendezvous.board_server import BoardServer
-from broker.weights.sender.membership import StartTransfer, session_name
-from broker.weights.sender.transfer import TransferSettings, lead
+from broker.weights.sender.membership import StartTransfer
+from broker.weights.sender.transfer import lead
 from broker.weights.stripes.layout import row_run, stripe_plan
 from broker.weights.stripes.lead import lead_stripes
 from broker.weights.stripes.partial_digest import digest_of_parts

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
+from broker.contract.wire import Carrier
 from broker.settings.config import Device, Section
 
 Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam's averages
@@ -98,7 +99,7 @@ class TrainSection(OptimizationSection):
     # this host read the learner's memory, others by gloo; gloo: all by gloo; nccl: only between
     # GPUs; ipc: servers read the learner's GPU, others by gloo; curve: all encrypted, for untrusted
     # networks
-    weights_backend: Literal["auto", "shared", "gloo", "nccl", "ipc", "curve"] | None = "auto"
+    weights_backend: Literal["auto", Carrier] | None = "auto"
     # all ranks send the weights that they hold, at the same time; auto: with several nodes, where
     # each has its own link
     weights_stripes: Literal["auto", "always", "never"] = "auto"

@@ -18,7 +18,7 @@ others open the device memory (broker.weights.memory.devices). All else is the s
 packed once the device has them.
 
 The receiving buffer and what follows (digest, probe, double buffers) are the same as after a
-broadcast; ready, go, done and stop travel through the store (broker.weights.sender.transfer). The
+broadcast; ready, go, done and stop travel through the store (broker.weights.protocol.transfer). The
 side being sent is not written while its receivers are awaited. One that was given up may read on
 while it is overwritten: it sees the other version in the words or, should memory order ever hide
 that, another digest of its copy.
@@ -52,9 +52,9 @@ from torch import Tensor
 from broker.errors import TransferFailed
 from broker.weights.group import WaitMonitor, first_line
 from broker.weights.memory.devices import MemoryCard, SharedDevice
+from broker.weights.memory.reading import MemoryRead
 from broker.weights.memory.staging import PIECE_BYTES, Words
 from broker.weights.plan import LayoutPlan
-from broker.weights.receiver.reading import MemoryRead
 
 log = logging.getLogger(__name__)
 

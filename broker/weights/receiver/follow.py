@@ -1,4 +1,4 @@
-"""A receiver's side of a transfer (see ``broker.weights.sender.transfer``). It blocks and belongs
+"""A receiver's side of a transfer (see ``broker.weights.protocol.transfer``). It blocks and belongs
 in a thread.
 """
 
@@ -11,25 +11,16 @@ from torch import Tensor
 
 from broker.contract import wire
 from broker.errors import TransferFailed, WireError
-from broker.weights.carriers import READ
-from broker.weights.curve_group import CurveReceiver
+from broker.weights.carriers import CARRIERS, READ
 from broker.weights.digest import combine, digest_bucket
 from broker.weights.group import PEEK_EVERY_S, POLL_S, Group, PeerLost, WaitMonitor
 from broker.weights.memory.shared import SegmentReader
+from broker.weights.protocol.session import TransferSettings, parse_session
+from broker.weights.protocol.transfer import CHANGES, PEER, SAY_EVERY_S, STRIPES, ReceivedVersion
 from broker.weights.receiver.bucket_stream import BucketStream
 from broker.weights.receiver.buffers import IncomingVersion
 from broker.weights.rendezvous.board_client import BoardClient
 from broker.weights.rendezvous.board_request import BoardStore
-from broker.weights.sender.membership import parse_session
-from broker.weights.sender.transfer import (
-    CHANGES,
-    PEER,
-    SAY_EVERY_S,
-    STRIPES,
-    ReceivedVersion,
-    TransferSettings,
-    weight_group,
-)
 from broker.weights.store_messages import StoreMessages
 from broker.weights.stripes.receive import take_stripes
 
@@ -99,7 +90,9 @@ def follow(
             digests = _read(lines, session, window, arrival, watch)
         else:
             try:
-                group = group or _meet(store, session, name, settings)
+                group = group or CARRIERS[session.carrier].open_group(
+                    store, name, rank=rank, size=session.world_size, settings=settings
+                )
                 digests = _take(lines, group, arrival, watch, whole=not go)
             except TransferFailed as error:
                 raise (TransferFailed if watch.reason else PeerLost)(str(error)) from error
@@ -123,22 +116,6 @@ def follow(
         raise
     lines.say(f"done/{rank}")
     return ReceivedVersion(group, received)
-
-
-def _meet(
-    store: BoardStore, session: wire.WeightsSession, name: str, settings: TransferSettings
-) -> Group:
-    if session.carrier == "curve":
-        assert isinstance(store, BoardClient), "a receiver is connected to the rendezvous"
-        return CurveReceiver(store, name, settings.timeout_s)
-    return weight_group(
-        store,
-        name,
-        session.rank,
-        size=session.world_size,
-        carrier=session.carrier,
-        settings=settings,
-    )
 
 
 def _take(

@@ -25,12 +25,15 @@ from broker.system.connections import address_towards
 from broker.system.reminders import Reminders
 from broker.weights import fp8
 from broker.weights.adapter import First
-from broker.weights.carriers import MAX_LOST, READ, takes
+from broker.weights.carriers import CARRIERS, READ, reading_carrier
+from broker.weights.carriers.selection import MAX_LOST, accepted_carriers
 from broker.weights.group import Group, WaitMonitor, first_line
 from broker.weights.memory.cuda import device_of, gpu_uuid
 from broker.weights.memory.devices import SharedDevice
 from broker.weights.memory.shared import LocalLearner, SegmentReader
 from broker.weights.memory.staging import plan_of
+from broker.weights.protocol.session import TransferSettings
+from broker.weights.protocol.transfer import CHANGES, ReceivedVersion
 from broker.weights.receiver.acceptance import (
     OLD,
     AdoptVersion,
@@ -45,7 +48,6 @@ from broker.weights.receiver.follow import follow, wait_for_go
 from broker.weights.receiver.weight_loader import Load, WeightLoader
 from broker.weights.receiver.weight_requests import WeightRequests
 from broker.weights.receiver.workers import EngineWorkers, WorkerTransfer
-from broker.weights.sender.transfer import CHANGES, ReceivedVersion, TransferSettings
 from broker.weights.snapshots.snapshot import SnapshotManifest
 from broker.weights.snapshots.snapshot_poller import SnapshotPoller
 from broker.weights.snapshots.snapshot_source import SnapshotSource
@@ -69,7 +71,7 @@ class WeightReceiver:
         bucket_mib: the sender's.
         dtype: of floating-point tensors on the way, torch's name or ``fp8``, as at the sender;
             None: their own.
-        device: the GPU for buckets that come by nccl; None: where the tensors are. By gloo they
+        device: the GPU for buckets that arrive on one; None: where the tensors are. Others
             arrive on the CPU.
         kept: the tensors given to ``load`` are used until it returns the next time; else only until
             it returns.
@@ -324,7 +326,7 @@ class WeightReceiver:
             raise RequestFailed(answer.error or f"it sends version {answer.version}")
         if self._workers is not None and answer.carrier in self._workers.takes(offer):
             return await self._receive_in_workers(self._workers, answer, offer)
-        arrival = self._landing.take(plan, on_device=answer.carrier in ("ipc", "nccl"))
+        arrival = self._landing.take(plan, on_device=CARRIERS[answer.carrier].on_gpu)
         communicator = self._communicator
         self._communicator = None
         watch = WaitMonitor()
@@ -397,8 +399,8 @@ class WeightReceiver:
         if offer.epoch != self._lost_epoch:  # another learner, perhaps on another host
             self._lost_epoch = offer.epoch
             self._lost.clear()
-        return takes(
-            reads=None if window is None else "ipc" if window.on_device else "shared",
+        return accepted_carriers(
+            reads=None if window is None else reading_carrier(on_gpu=window.on_device),
             workers=self._workers.takes(offer) if self._workers is not None else None,
             on_gpu=device.type == "cuda" and gpu_uuid(device) not in offer.devices,
             failed=[carrier for carrier, times in self._lost.items() if times >= MAX_LOST],
@@ -410,7 +412,8 @@ class WeightReceiver:
         """
         on_gpu = self._landing.device.type == "cuda"
         workers = self._workers.carriers if self._workers is not None else None
-        carriers = list(takes(reads="ipc" if on_gpu else "shared", workers=workers, on_gpu=on_gpu))
+        reads = reading_carrier(on_gpu=on_gpu)
+        carriers = list(accepted_carriers(reads=reads, workers=workers, on_gpu=on_gpu))
         return [*carriers, *(["snapshot"] if self._lookout is not None else [])]
 
     def _look_over(self, offer: wire.WeightsOffer) -> SegmentReader | None:

@@ -12,9 +12,8 @@ from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import send_request
 from broker.weights import plan as plans
 from broker.weights.plan import LayoutPlan
+from broker.weights.protocol.session import JOIN_TIMEOUT_S, PLAN_KEY
 from broker.weights.rendezvous.board_client import BoardClient, KeyPair, RendezvousAddress
-from broker.weights.sender.send import PLAN_KEY
-from broker.weights.sender.weight_responses import JOIN_TIMEOUT_S
 from broker.weights.threads import in_thread
 
 MORE_S: Final = 0.5  # longer than the sender waits, so that a late response still arrives

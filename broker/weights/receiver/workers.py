@@ -27,15 +27,15 @@ from broker.contract import wire
 from broker.errors import TransferFailed
 from broker.system.connections import address_towards
 from broker.weights import plan as plans
-from broker.weights.carriers import READ
+from broker.weights.carriers import CARRIERS, READ
 from broker.weights.group import Group, WaitMonitor, first_line
 from broker.weights.memory.cuda import CudaDevice
 from broker.weights.memory.shared import SegmentReader, is_here
 from broker.weights.plan import LayoutPlan
+from broker.weights.protocol.session import TransferSettings
 from broker.weights.receiver.bucket_stream import BucketStream, NamedTensors
 from broker.weights.receiver.follow import follow
 from broker.weights.rendezvous.board_client import BoardClient, KeyPair, RendezvousAddress
-from broker.weights.sender.transfer import TransferSettings
 
 
 class WorkerTransfer(msgspec.Struct, frozen=True):
@@ -65,7 +65,7 @@ class EngineWorkers:
 
     Attributes:
         carriers: by which they can, with the number of workers.
-        devices: UUIDs of their GPUs; NCCL takes no two members on one.
+        devices: UUIDs of their GPUs; some carriers allow no two ends on one.
         receive: has the workers receive and load a version once the awaitable has returned, and
             checks the offer's probe; returns the digest of what they received. Raises
             TransferFailed if one failed; what the engine holds is then unknown.
@@ -85,7 +85,7 @@ class EngineWorkers:
             return {}
         impossible = set[wire.Carrier]() if is_here(offer.segment) else set(READ)
         if self.devices & set(offer.devices):
-            impossible.add("nccl")
+            impossible |= {name for name, carrier in CARRIERS.items() if carrier.claims_gpu}
         return {
             carrier: ranks for carrier, ranks in self.carriers.items() if carrier not in impossible
         }
@@ -96,7 +96,7 @@ class WorkerReceiver:
 
     Args:
         worker: number among the server's workers, from 0.
-        device: where buckets arrive by nccl; by gloo they arrive in host memory.
+        device: where buckets arrive by carriers between GPUs; else they arrive in host memory.
     """
 
     def __init__(self, worker: int, device: torch.device) -> None:
@@ -113,7 +113,7 @@ class WorkerReceiver:
         session = msgspec.structs.replace(
             transfer.session, rank=transfer.session.rank + self._worker
         )
-        device = self._device if session.carrier in ("nccl", "ipc") else torch.device("cpu")
+        device = self._device if CARRIERS[session.carrier].on_gpu else torch.device("cpu")
         running = self._running = _Running(
             BucketStream(plans.from_text(transfer.plan), device), session.timeout_s
         )

@@ -125,7 +125,9 @@ class BoardStore(Store):
             self.set(key, value)
 
     def clone(self) -> BoardStore:
-        """Return this store, which several threads may use; NCCL asks for one of its own."""
+        """Return this store, which several threads may use; some process groups
+        ask for a store of their own.
+        """
         return self
 
     def has_extended_api(self) -> bool:

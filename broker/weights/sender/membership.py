@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from broker.contract import wire
-from broker.errors import WireError
-from broker.weights.carriers import READ, choose, refusal
+from broker.weights.carriers import CARRIERS, READ
+from broker.weights.carriers.selection import choose_carrier, describe_refusal
+from broker.weights.protocol.session import session_name
 
 FIRST_DELAY_S: Final = 5.0  # before a server on probation is served again
 LONGEST_DELAY_S: Final = 300.0
 MAX_PROBATION: Final = 10_000  # servers
 GLOO: Final[wire.Carrier] = "gloo"
-MAX_DIGITS: Final = 18  # of a number, to fit into 64 bits
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StartTransfer:
         """Whether the transfer goes on without members that fail or leave, and the others have the
         version.
         """
-        return self.carrier == "curve" and not self.num_shared
+        return CARRIERS[self.carrier].is_independent and not self.num_shared
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,8 @@ class TransferMembership:
             ]
         if join.version != self.version:
             return [RefuseJoin(join.server, f"superseded by version {self.version}")]
-        if (carrier := choose(self._carriers, join.carriers)) is None:
-            return [RefuseJoin(join.server, refusal(self._carriers, join.carriers))]
+        if (carrier := choose_carrier(self._carriers, join.carriers)) is None:
+            return [RefuseJoin(join.server, describe_refusal(self._carriers, join.carriers))]
         if join.server in self._received:
             # it lost what it received, perhaps its end of the communicator too
             self._drop_communicators(join.server)
@@ -333,26 +333,3 @@ class TransferMembership:
             del self._probation[
                 min(self._probation, key=lambda server: self._probation[server].until)
             ]
-
-
-def session_name(epoch: int, serial: int, uses: int) -> str:
-    """Return the id of a transfer: the communicator's name and the number of its earlier transfers."""
-    return f"{epoch}-{serial}.{uses}"
-
-
-def session_before(session: str) -> str | None:
-    """Return the session of a communicator's previous transfer, None for its first."""
-    name, uses = parse_session(session)
-    return f"{name}.{uses - 1}" if uses else None
-
-
-def parse_session(session: str) -> tuple[str, int]:
-    """Return a communicator's name and the number of its earlier transfers.
-
-    Raises:
-        WireError: if it is not a session id.
-    """
-    name, _, uses = session.rpartition(".")
-    if not name or not (uses.isascii() and uses.isdigit() and len(uses) <= MAX_DIGITS):
-        raise WireError(f"session {session[:80]!r}: expected a communicator and a number of uses")
-    return name, int(uses)

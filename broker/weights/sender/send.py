@@ -31,13 +31,14 @@ from broker.nats.nats_errors import Disconnected
 from broker.nats.subscription import LinkSubscription
 from broker.runtime.presence import Roster
 from broker.weights.bucket_payload import ReferenceBytes
-from broker.weights.carriers import READ
+from broker.weights.carriers import CARRIERS, READ, reading_carrier
 from broker.weights.group import Group, WaitMonitor
 from broker.weights.memory.cuda import gpu_uuid, numbered
 from broker.weights.memory.devices import SharedDevice
 from broker.weights.memory.shared import segment_of
 from broker.weights.memory.staging import StagingBuffers
 from broker.weights.plan import LayoutPlan
+from broker.weights.protocol.session import JOIN_TIMEOUT_S, PLAN_KEY, TransferSettings
 from broker.weights.rendezvous.board_client import KeyPair, RendezvousAddress
 from broker.weights.rendezvous.board_server import BoardServer
 from broker.weights.sender.admission import Admission
@@ -52,11 +53,10 @@ from broker.weights.sender.offers import OfferStore
 from broker.weights.sender.transfer import (
     SentVersion,
     SessionFailed,
-    TransferSettings,
     call_off,
     lead,
 )
-from broker.weights.sender.weight_responses import JOIN_TIMEOUT_S, WeightResponses
+from broker.weights.sender.weight_responses import WeightResponses
 from broker.weights.snapshots.publish import SnapshotPublisher
 from broker.weights.stripes.lead import StripedWeights, lead_stripes
 from broker.weights.stripes.stripe import STRIPES_KEY
@@ -64,7 +64,6 @@ from broker.weights.threads import ChannelTasks, in_thread
 
 log = logging.getLogger(__name__)
 
-PLAN_KEY: Final = "plan"  # the store's key for the plan's text, for servers with another model
 TICK_S: Final = 0.05
 IDLE_TICK_S: Final = 1.0
 
@@ -77,7 +76,7 @@ class WeightSender:
         plan: from ``staging.plan_of``, once per model.
         epoch: incarnation of this learner.
         roster: of the servers; None: each transfer waits ``gather_s`` for joins.
-        device: of the weights; the GPU that nccl sends from.
+        device: of the weights; the GPU that carriers between GPUs send from.
         policy: the policy whose servers are awaited.
         delta_full_every: send only changes if all receivers hold the version sent last, but
             everything in at least one of this many transfers; None: always everything.
@@ -119,17 +118,14 @@ class WeightSender:
         self._stripes = stripes
         self._num_orders = 0
         if stripes is not None:  # no process has whole versions in its memory
-            carriers = tuple(carrier for carrier in carriers if carrier in ("nccl", "gloo"))
+            carriers = tuple(carrier for carrier in carriers if CARRIERS[carrier].serves_stripes)
         self._segment = segment_of(plan, memory) if READ & set(carriers) else None
-        # next to other carriers nccl also sends from host memory, where the buffers take no room on
-        # the GPU
-        staged_on = (
-            self._gpu if self._gpu is not None and carriers == ("nccl",) else torch.device("cpu")
-        )
+        # next to other carriers those between GPUs also send from host memory, where the buffers
+        # take no room on the GPU
+        only_gpus = bool(carriers) and all(CARRIERS[carrier].claims_gpu for carrier in carriers)
+        staged_on = self._gpu if self._gpu is not None and only_gpus else torch.device("cpu")
         self._staging = StagingBuffers(plan, staged_on, self._segment) if stripes is None else None
-        read_by: wire.Carrier = (
-            "ipc" if self._segment is not None and self._segment.on_device else "shared"
-        )
+        read_by = reading_carrier(on_gpu=self._segment is not None and self._segment.on_device)
         readable = {read_by} if self._segment is not None else set()
         self._carriers = [
             carrier for carrier in dict.fromkeys(read_by if name in READ else name for name in carriers)
@@ -291,7 +287,8 @@ class WeightSender:
                 adapter=self._adapter,
                 segment=self._segment.address if self._segment is not None else "",
                 devices=[gpu_uuid(self._gpu)]
-                if self._gpu is not None and "nccl" in self._carriers
+                if self._gpu is not None
+                and any(CARRIERS[carrier].claims_gpu for carrier in self._carriers)
                 else [],
             )
             try:

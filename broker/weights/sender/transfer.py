@@ -1,25 +1,5 @@
-"""One transfer, as a conversation through the rendezvous store, and the sender's side of it.
-
-    receiver r                        sender
-    held/r  = digest           --->                                 what it holds already, if it knows
-    ready/r = "" or a reason   --->
-                               <---   go = "", changes or a reason  nobody enters the collective unless all are here;
-                                                                    changes: if all hold what the sender's copy says
-                               <---   size/i = bytes or whole       changes only, before each bucket
-                               <---   go = stripes                  each learner rank broadcasts a part of the bytes,
-                                                                    see broker.weights.stripes
-    ------- broadcast of the buckets as they are packed, digest pipelined; or, on the sender's host, they are read -----
-    ------- where they are packed (broker.weights.memory.shared), by ranks that come after the communicator's      -----
-    at/r    = buckets          --->                                 read so far, now and then
-                               <---   digest                        for those whose offer came before it was known
-    done/r  = "" or a reason   --->                                 bytes right, or why not; "peer: ": by another
-                               <---   stop = reason                 at any time: leave, ask again
-
-By CURVE no member needs another: the sender leaves behind those that fail and finishes with the
-rest. By gloo and NCCL it ends a transfer that lacks a member, and knows whom to blame: members that
-report their own fault, else those that are silent while others report a lost peer. A failing member
-ends the others' wait; only a peer that hangs during the broadcast costs its timeout. All functions
-block and belong in a thread. The receiver's side is ``broker.weights.receiver.follow``.
+"""The sender's side of a transfer (see ``broker.weights.protocol.transfer``). All functions block
+and belong in a thread.
 """
 
 from __future__ import annotations
@@ -28,37 +8,18 @@ import time
 from dataclasses import dataclass
 from typing import Final
 
-from broker.contract.wire import Carrier
 from broker.errors import TransferFailed
 from broker.weights.bucket_payload import OutgoingBuckets, ReferenceBytes
-from broker.weights.curve_group import CurveSender
-from broker.weights.group import Group, PeerLost, WaitMonitor, WeightGroup
+from broker.weights.carriers import CARRIERS
+from broker.weights.group import Group, IndependentGroup, PeerLost, WaitMonitor
 from broker.weights.memory.staging import StagedVersion
+from broker.weights.protocol.session import TransferSettings, parse_session, session_before
+from broker.weights.protocol.transfer import CHANGES, PEER, SAY_EVERY_S
 from broker.weights.rendezvous.board_request import BoardStore
-from broker.weights.rendezvous.board_server import LearnerStore
-from broker.weights.sender.membership import StartTransfer, parse_session, session_before
+from broker.weights.sender.membership import StartTransfer
 from broker.weights.store_messages import STORE_POLL_S, StoreMessages
 
-CHANGES: Final = "changes"
-STRIPES: Final = "stripes"
-PEER: Final = "peer: "
 LAST_WORD_S: Final = 1.0  # for members to report about a failed transfer
-SAY_EVERY_S: Final = 1.0  # between progress reports of a receiver that reads
-
-
-@dataclass(frozen=True)
-class TransferSettings:
-    """Timeouts, interface and carrier of transfers.
-
-    Attributes:
-        carriers: that the sender offers, best first; see ``broker.weights.carriers``.
-    """
-
-    carriers: tuple[Carrier, ...] = ("gloo",)
-    host: str = "127.0.0.1"  # address of this end's interface, on which the sender listens
-    port: int = 0  # that the sender listens on; 0 takes any free one
-    timeout_s: float = 30.0  # time limit for one bucket
-    connect_timeout_s: float = 5.0  # time limit for a peer to connect
 
 
 class SessionFailed(TransferFailed):
@@ -90,14 +51,6 @@ class SentVersion:
     seconds: float
     size_bytes: int
     whole: bool
-
-
-@dataclass(frozen=True)
-class ReceivedVersion:
-    """A received version; its communicator, if there was one, can be reused."""
-
-    communicator: Group | None
-    digest: str
 
 
 def lead(
@@ -132,15 +85,15 @@ def lead(
         if base is not None:
             base.begin()
         if lost_receivers is not None:
-            group = group or meet(store, start, settings)
-            assert isinstance(group, CurveSender), "the settings have not changed"
+            group = group or _open_group(store, start, settings)
+            assert isinstance(group, IndependentGroup), "the settings have not changed"
             group.open(len(staged), lost_receivers)
         lines.say("go", "" if whole else CHANGES)
         start_time = time.monotonic()
         size_bytes = staged.plan.size_bytes
         if num_sent:
             if group is None:
-                group = meet(store, start, settings)
+                group = _open_group(store, start, settings)
             outgoing = OutgoingBuckets(staged, base, lines, whole=whole)
             group.broadcast(
                 outgoing,
@@ -205,30 +158,15 @@ def call_off(
     return SessionFailed(reason, {}, ours=True)
 
 
-def meet(store: BoardStore, start: StartTransfer, settings: TransferSettings) -> Group:
-    """Create the communicator of a transfer at the sender, which is rank 0."""
-    name = parse_session(start.session)[0]
-    if start.carrier == "curve":
-        assert isinstance(store, LearnerStore), "the sender serves the rendezvous"
-        return CurveSender(store.server, name, start.members[: start.num_sent], settings.timeout_s)
-    return weight_group(
-        store, name, 0, size=start.num_sent + 1, carrier=start.carrier, settings=settings
-    )
-
-
-def weight_group(
-    store: BoardStore, name: str, rank: int, size: int, carrier: Carrier, settings: TransferSettings
-) -> WeightGroup:
-    """Join a communicator of gloo or NCCL."""
-    return WeightGroup(
+def _open_group(store: BoardStore, start: StartTransfer, settings: TransferSettings) -> Group:
+    """Open the communicator of a transfer at the sender, which is rank 0."""
+    return CARRIERS[start.carrier].open_group(
         store,
-        name,
-        rank,
-        size,
-        backend="nccl" if carrier == "nccl" else "gloo",
-        host=settings.host,
-        timeout_s=settings.timeout_s,
-        connect_timeout_s=settings.connect_timeout_s,
+        parse_session(start.session)[0],
+        rank=0,
+        size=start.num_sent + 1,
+        settings=settings,
+        members=start.members[: start.num_sent],
     )
 
 

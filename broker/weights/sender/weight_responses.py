@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Final, TypeAlias
+from typing import TypeAlias
 
 from broker.contract import wire
+from broker.weights.protocol.session import JOIN_TIMEOUT_S, TransferSettings
 from broker.weights.sender.membership import StartTransfer
-from broker.weights.sender.transfer import TransferSettings
-
-# a server waits this long for the response to its join, then asks again
-JOIN_TIMEOUT_S: Final = 5.0
 
 Reply: TypeAlias = "asyncio.Future[wire.WeightsSession]"
 

@@ -11,13 +11,13 @@ import msgspec
 from broker.errors import TransferFailed
 from broker.weights.group import PEEK_EVERY_S, PeerLost, WaitMonitor
 from broker.weights.plan import LayoutPlan
+from broker.weights.protocol.session import TransferSettings, session_before
+from broker.weights.protocol.transfer import STRIPES
 from broker.weights.rendezvous.board_request import BoardStore
-from broker.weights.sender.membership import StartTransfer, session_before
+from broker.weights.sender.membership import StartTransfer
 from broker.weights.sender.transfer import (
-    STRIPES,
     SentVersion,
     SessionFailed,
-    TransferSettings,
     blame,
     collect,
     to_blame,

@@ -16,12 +16,12 @@ from torch import Tensor
 from broker.contract import wire
 from broker.errors import TransferFailed, WireError
 from broker.weights import plan as plans
+from broker.weights.carriers import CARRIERS
 from broker.weights.digest import combine, digest_bucket
-from broker.weights.group import BucketSequence, Group, PeerLost, WaitMonitor, WeightGroup
+from broker.weights.group import BucketSequence, Group, PeerLost, WaitMonitor
 from broker.weights.plan import LayoutPlan
+from broker.weights.protocol.session import TransferSettings, parse_session
 from broker.weights.rendezvous.board_client import BoardClient
-from broker.weights.sender.membership import parse_session
-from broker.weights.sender.transfer import TransferSettings, weight_group
 from broker.weights.store_messages import StoreMessages
 from broker.weights.stripes.layout import check_cover, placed_runs
 from broker.weights.stripes.stripe import STRIPES_KEY, group_name
@@ -47,7 +47,7 @@ class Arrival(Protocol):
 class StripeGroups:
     """The communicators of a session, one for each stripe; see ``broker.weights.group.Group``."""
 
-    def __init__(self, name: str, groups: list[WeightGroup]) -> None:
+    def __init__(self, name: str, groups: list[Group]) -> None:
         self.name = name
         self.groups = groups
         self.lost: dict[str, str] = {}
@@ -86,12 +86,12 @@ def take_stripes(
     """
     stripes = _plans(store, arrival.plan)
     name = parse_session(session.session)[0]
-    open_groups: list[WeightGroup] = []
+    open_groups: list[Group] = []
     if isinstance(communicator, StripeGroups):
         open_groups = communicator.groups
         communicator.groups = []
     wrong: dict[int, str] = {}
-    met: list[WeightGroup | None] = (
+    met: list[Group | None] = (
         [*open_groups] if len(open_groups) == len(stripes) else [None] * len(stripes)
     )
     pace = _Pace(stripes)
@@ -105,12 +105,11 @@ def take_stripes(
 
     def receive(number: int) -> None:
         try:
-            group = met[number] or weight_group(
+            group = met[number] or CARRIERS[session.carrier].open_group(
                 store,
                 group_name(name, number),
-                session.rank,
+                rank=session.rank,
                 size=session.world_size,
-                carrier=session.carrier,
                 settings=settings,
             )
             met[number] = group

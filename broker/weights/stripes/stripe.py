@@ -25,13 +25,13 @@ from torch import Tensor
 
 from broker.contract.wire import Carrier
 from broker.errors import TransferFailed
+from broker.weights.carriers import CARRIERS
 from broker.weights.group import Group, PeerLost, WaitMonitor, first_line
 from broker.weights.memory.staging import StagingBuffers
 from broker.weights.plan import LayoutPlan
+from broker.weights.protocol.session import TransferSettings, parse_session
 from broker.weights.rendezvous.board_client import BoardClient
 from broker.weights.rendezvous.board_request import BoardStore
-from broker.weights.sender.membership import parse_session
-from broker.weights.sender.transfer import TransferSettings, weight_group
 from broker.weights.store_messages import StoreMessages
 from broker.weights.stripes.layout import placed_runs
 from broker.weights.stripes.partial_digest import partial_sums
@@ -69,7 +69,7 @@ class StripeRank:
     Args:
         model: plan of the whole model.
         stripe: plan of what this rank holds, see ``layout.stripe_plan``.
-        gpu: that nccl sends from.
+        gpu: that carriers between GPUs send from.
     """
 
     def __init__(
@@ -126,13 +126,8 @@ class StripeRank:
                 lines.say(f"stripe/{self.rank}", staged.digest or "")
                 if group is None:
                     communicator = group_name(name, self.rank)
-                    group = weight_group(
-                        store,
-                        communicator,
-                        0,
-                        size=order.world_size,
-                        carrier=order.carrier,
-                        settings=settings,
+                    group = CARRIERS[order.carrier].open_group(
+                        store, communicator, rank=0, size=order.world_size, settings=settings
                     )
                 group.broadcast(staged, watch, done=lambda index: None, peek=peek)
         except BaseException:

@@ -14,7 +14,8 @@ import torch.distributed as dist
 
 from broker.errors import ConfigError, RlearnerError
 from broker.system.connections import interface_of
-from broker.weights.group import first_line, nccl_environment
+from broker.weights.carriers.nccl import nccl_environment
+from broker.weights.group import first_line
 from learner.config import TrainSection
 
 # Of one collective, for a rank that hangs; one that exits is noticed at once.

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from broker.contract import wire
 from broker.errors import ConfigError, TransferFailed, UserError
-from broker.weights.carriers import of_workers
+from broker.weights.carriers.selection import worker_carriers
 from broker.weights.probe import check_probe
 from rlearner_text.config import check_model_path
 from rlearner_text.hub import model_folder
@@ -318,7 +318,7 @@ class SGLangEngine:
         on_gpu = self._config.device != "cpu"
         # they load what arrives under the learner's names
         able = self._num_workers and not self._views
-        return of_workers(into, self._num_workers, on_gpu=on_gpu) if able else {}
+        return worker_carriers(into, self._num_workers, on_gpu=on_gpu) if able else {}
 
     async def receive_weights(
         self,

@@ -1,7 +1,7 @@
 """Sends new weights to an SGLang server: as a file in memory, or through a gloo process group.
 
-NCCL cannot be used: the rollout server has no GPU but those that SGLang uses, and NCCL allows one
-member per GPU.
+Broadcasts between GPUs cannot be used: the rollout server has no GPU but those that SGLang uses,
+and each member of a broadcast needs its own.
 """
 
 from __future__ import annotations

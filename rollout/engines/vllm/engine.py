@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from broker.contract import wire
 from broker.errors import TransferFailed
-from broker.weights.carriers import of_workers
+from broker.weights.carriers.selection import worker_carriers
 from broker.weights.probe import check_probe
 from rlearner_text.openai.token_events import TokenListener
 from rollout.engines.base import (
@@ -126,7 +126,7 @@ class VLLMEngine:
         from vllm.platforms import current_platform
 
         on_gpu = not current_platform.is_cpu()
-        return of_workers(into, num_workers, on_gpu=on_gpu)
+        return worker_carriers(into, num_workers, on_gpu=on_gpu)
 
     async def receive_weights(
         self,

@@ -14,7 +14,7 @@ from broker.system.connections import (
     interface_of,
     is_loopback,
 )
-from broker.weights.group import nccl_environment
+from broker.weights.carriers.nccl import nccl_environment
 from learner.weights.addresses import weights_address
 
 

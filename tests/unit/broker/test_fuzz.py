@@ -42,7 +42,7 @@ from broker.jetstream.delivery import decode_message, number_of
 from broker.settings.runspec import SECTIONS, validate
 from broker.weights import plan as plans
 from broker.weights.group import WaitMonitor
-from broker.weights.sender.membership import parse_session
+from broker.weights.protocol.session import parse_session
 from broker.weights.store_messages import StoreMessages
 from learner.backends.parts.part_file import PartFile
 from learner.backends.parts.stored import StoredTensors

@@ -110,7 +110,9 @@ def test_an_admitted_member_and_the_learner_share_a_torch_store(server: BoardSer
 
 
 def test_gloo_connects_through_it(server: BoardServer) -> None:
-    from broker.weights.group import WaitMonitor, WeightGroup
+    from broker.weights.carriers import CARRIERS
+    from broker.weights.group import WaitMonitor
+    from broker.weights.protocol.session import TransferSettings
 
     keys = KeyPair.make()
     server.admit("r1", keys.public)
@@ -118,15 +120,8 @@ def test_gloo_connects_through_it(server: BoardServer) -> None:
         received = torch.zeros(1000, dtype=torch.uint8)
 
         def end(rank: int, store: object, bucket: torch.Tensor) -> None:
-            group = WeightGroup(
-                store,
-                "g",
-                rank,
-                2,
-                backend="gloo",
-                host="127.0.0.1",
-                timeout_s=5.0,
-                connect_timeout_s=5.0,
+            group = CARRIERS["gloo"].open_group(
+                store, "g", rank=rank, size=2, settings=TransferSettings(timeout_s=5.0)
             )
             group.broadcast([bucket], WaitMonitor(), done=lambda index: None, peek=lambda: None)
             group.close().join()

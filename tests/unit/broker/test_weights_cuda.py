@@ -18,8 +18,8 @@ from broker.weights.memory.cuda import FUNCTIONS, CudaDevice, CudaDriver, device
 from broker.weights.memory.devices import MemoryCard
 from broker.weights.memory.shared import segment_of
 from broker.weights.memory.staging import plan_of
+from broker.weights.protocol.session import TransferSettings
 from broker.weights.sender.send import WeightSender
-from broker.weights.sender.transfer import TransferSettings
 from learner.backends.models import policy
 from rollout.engines.hf import model
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from broker.contract import wire
+from broker.weights.protocol.session import parse_session
 from broker.weights.sender.membership import (
     FIRST_DELAY_S,
     LONGEST_DELAY_S,
@@ -17,7 +18,6 @@ from broker.weights.sender.membership import (
     RefuseJoin,
     StartTransfer,
     TransferMembership,
-    parse_session,
 )
 
 GATHER_S, TTL_S = 0.5, 5.0

@@ -11,7 +11,7 @@ import torch
 
 from broker.contract import wire
 from broker.errors import TransferFailed
-from broker.weights.carriers import MAX_LOST
+from broker.weights.carriers.selection import MAX_LOST
 from broker.weights.memory.shared import SharedSegment
 from broker.weights.memory.staging import plan_of
 from broker.weights.probe import make_probe

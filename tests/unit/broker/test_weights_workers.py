@@ -15,14 +15,14 @@ from weights_model import make_tensors
 
 from broker.contract import wire
 from broker.errors import TransferFailed
-from broker.weights.carriers import of_workers
+from broker.weights.carriers.selection import worker_carriers
 from broker.weights.group import WaitMonitor
 from broker.weights.memory.shared import SharedSegment
 from broker.weights.memory.staging import FlatBuffer, plan_of
 from broker.weights.probe import make_probe
+from broker.weights.protocol.session import session_before
 from broker.weights.receiver.bucket_stream import MOST_BUCKETS, BucketStream
 from broker.weights.receiver.workers import EngineWorkers
-from broker.weights.sender.membership import session_before
 from broker.weights.store_messages import StoreMessages
 
 CPU = torch.device("cpu")
@@ -112,7 +112,7 @@ def test_workers_take_what_their_host_and_their_gpus_allow() -> None:
     async def receive(*_: object) -> str:
         raise AssertionError("nothing is received here")
 
-    every = of_workers("workers", 2, on_gpu=True)
+    every = worker_carriers("workers", 2, on_gpu=True)
     assert list(every) == ["ipc", "nccl", "shared", "gloo"]
     workers = EngineWorkers(every, receive, frozenset({"GPU-1", "GPU-2"}))
     probe, segment = (
@@ -131,11 +131,14 @@ def test_workers_take_what_their_host_and_their_gpus_allow() -> None:
     assert workers.takes(msgspec.structs.replace(far, devices=["GPU-2"])) == {"gloo": 2}
     adapter = wire.Adapter(base="b", targets=["w"], rank=1, scale=1.0)
     assert workers.takes(msgspec.structs.replace(near, adapter=adapter)) == {}
-    assert (of_workers("auto", 2, on_gpu=True), of_workers("auto", 2, on_gpu=False)) == (
+    assert (worker_carriers("auto", 2, on_gpu=True), worker_carriers("auto", 2, on_gpu=False)) == (
         {"ipc": 2, "nccl": 2},
         {},
     )
-    assert (of_workers("server", 2, on_gpu=True), of_workers("workers", 1, on_gpu=False)) == (
+    assert (
+        worker_carriers("server", 2, on_gpu=True),
+        worker_carriers("workers", 1, on_gpu=False),
+    ) == (
         {},
         {"shared": 1, "gloo": 1},
     )
