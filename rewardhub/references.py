@@ -95,7 +95,8 @@ def _read(request: _Asked) -> _Told:
     )
     if ended_process.returncode:
         raise RlearnerError(
-            f"references cannot be checked: {ended_process.stderr.decode(errors='replace').strip()[-500:]}"
+            "references cannot be checked: "
+            f"{ended_process.stderr.decode(errors='replace').strip()[-500:]}"
         )
     return msgspec.msgpack.decode(ended_process.stdout, type=_Told)
 

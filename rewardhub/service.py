@@ -428,6 +428,7 @@ def _serving(known_pools: Sequence[str], wanted_pools: Sequence[str]) -> list[st
     for pool in wanted_pools:
         if pool not in known_pools:
             raise UserError(
-                f"--pools: {pool!r} is not allowed; the pools of this run are {', '.join(known_pools) or 'none'}"
+                f"--pools: {pool!r} is not allowed; the pools of this run are "
+                f"{', '.join(known_pools) or 'none'}"
             )
     return list(dict.fromkeys(wanted_pools)) or list(known_pools)

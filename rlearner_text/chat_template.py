@@ -24,8 +24,10 @@ _PLAIN_SOURCE: Final = (
     "{%- for message in messages %}"
     "{%- if message['role'] == 'system' %}{{- message['content'] + '\\n\\n' }}"
     "{%- elif message['role'] == 'user' %}{{- 'User: ' + message['content'] + '\\n' }}"
-    "{%- elif message['role'] == 'assistant' %}{{- 'Assistant: ' + message['content'] + eos_token + '\\n' }}"
-    "{%- else %}{{- raise_exception('plain has the roles system, user and assistant') }}{%- endif %}"
+    "{%- elif message['role'] == 'assistant' %}{{- 'Assistant: ' + message['content'] + "
+    "eos_token + '\\n' }}"
+    "{%- else %}{{- raise_exception('plain has the roles system, user and assistant') }}{%- "
+    "endif %}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- 'Assistant:' }}{%- endif %}"
 )
@@ -195,6 +197,9 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str) 
             else None
         )
     if template is not None and not isinstance(template, str):
-        problem = "chat_template in its tokenizer_config.json is neither a string nor a list of named strings"
+        problem = (
+            "chat_template in its tokenizer_config.json is neither a string nor a list of "
+            "named strings"
+        )
         raise ConfigError("model.path", name, problem)
     return template

@@ -17,7 +17,8 @@ from broker.errors import ConfigError
 from broker.settings.preflight import PreflightFinding
 
 TOKENIZER_FILES: Final = (
-    "config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json",
+    "config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model",
+    "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/*",
 )  # fmt: skip
@@ -249,7 +250,10 @@ def _download(name: str, key: str, patterns: tuple[str, ...]) -> str:
     except LocalEntryNotFoundError:
         problem = "no such folder here, not in the hub's cache, and the hub cannot be reached"
     except OSError as error:  # all errors from the hub's answer are OSErrors
-        problem = f"no such folder here, and the hub answered {type(error).__name__}: {_first_line(error)}"
+        problem = (
+            f"no such folder here, and the hub answered {type(error).__name__}: "
+            f"{_first_line(error)}"
+        )
     raise ConfigError(key, name, f"{problem}; {_EXPECTED}") from None
 
 

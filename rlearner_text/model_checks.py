@@ -174,7 +174,10 @@ def check_type(files: ModelFiles, *, trust_remote_code: bool) -> None:
     has_code = "auto_map" in files.config
     if has_code and trust_remote_code:
         return
-    problem = f"transformers {_version('transformers')} does not know the model_type {name!r} of its config.json"
+    problem = (
+        f"transformers {_version('transformers')} does not know the model_type {name!r} of "
+        "its config.json"
+    )
     remedy = (
         "set model.trust_remote_code to run its own code" if has_code else "use a version that does"
     )
@@ -246,7 +249,10 @@ def check_vocabulary(files: ModelFiles, tokenizer: Tokenizer) -> None:
     }
     if beyond:
         token = min(beyond)
-        problem = f"its tokenizer is larger than its embedding: token {token}, {beyond[token]!r}, has no row of {size}"
+        problem = (
+            f"its tokenizer is larger than its embedding: token {token}, "
+            f"{beyond[token]!r}, has no row of {size}"
+        )
         remedy = "use the tokenizer of this model, or resize the embedding with transformers"
         raise files.refused(f"{problem}; {remedy}")
 
@@ -259,7 +265,10 @@ def check_end_tokens(files: ModelFiles, tokenizer: Tokenizer) -> None:
         ConfigError: if it does not.
     """
     if not tokenizer.eos_token_ids:
-        remedy = "name eos_token in its tokenizer_config.json, or eos_token_id in its generation_config.json"
+        remedy = (
+            "name eos_token in its tokenizer_config.json, or eos_token_id in its "
+            "generation_config.json"
+        )
         raise files.refused(f"it has no end token, so no answer would end; {remedy}")
     size = files.text_config.get("vocab_size")
     most = max(tokenizer.eos_token_ids)
@@ -315,7 +324,10 @@ def sampling_note(model: Mapping[str, Any], domains: Mapping[str, Any]) -> str:
     ]
     if not differing:
         return ""
-    return f"generation_config.json of {path} has {', '.join(differing)}; a run samples by domains.<name>.sampling"
+    return (
+        f"generation_config.json of {path} has {', '.join(differing)}; a run samples by "
+        "domains.<name>.sampling"
+    )
 
 
 @lru_cache(maxsize=1)

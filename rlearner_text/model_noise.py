@@ -54,7 +54,10 @@ def noise_problem(
         largest = float(difference[start:end].max())
         mean = float(difference[start:end].mean())
         if not largest <= (limit := LARGEST_RATIO * float(noise.max()) + rounding):
-            return f"logprobs differ by up to {largest:.2g}, the model from itself by {limit / LARGEST_RATIO:.2g}"
+            return (
+                f"logprobs differ by up to {largest:.2g}, the model from itself by "
+                f"{limit / LARGEST_RATIO:.2g}"
+            )
         if not mean <= (
             limit := MEAN_RATIO * max(noise[start:end].mean(), noise.mean()) + rounding / 2
         ):

@@ -40,7 +40,8 @@ _TOKENIZER_FILES: Final = (
     "additional_chat_templates/*.jinja",
 )
 _TEXTS: Final = (
-    "The quick brown fox doesn't jump over 12,345 lazy dogs.\n\n  def f(x):\n\treturn x ** 2  # \u00e9\u4e2d\U0001f600",
+    "The quick brown fox doesn't jump over 12,345 lazy dogs.\n\n  def f(x):\n\treturn x ** 2  # "
+    "\u00e9\u4e2d\U0001f600",
     "".join(map(chr, range(1, 0x250))),
     *(character * 5000 for character in "a 1\n."),
     "ab 1," * 1000,

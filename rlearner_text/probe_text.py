@@ -28,24 +28,34 @@ _ORIGINAL: Final = "original_max_position_embeddings"
 _CHANGING_ROPES: Final = frozenset({"longrope", "su", "dynamic"})
 
 _SUBJECTS: Final = (
-    "The baker", "A young engineer", "My neighbour", "The captain", "An old teacher", "The committee", "Her brother",
-    "The gardener", "Our doctor", "A tired traveller", "The mayor", "The second violinist", "A careful reader",
+    "The baker", "A young engineer", "My neighbour", "The captain", "An old teacher",
+    "The committee", "Her brother",
+    "The gardener", "Our doctor", "A tired traveller", "The mayor", "The second violinist",
+    "A careful reader",
 )  # fmt: skip
 _VERBS: Final = (
-    "counted", "repaired", "described", "forgot about", "painted", "carried home", "sold", "wrote down", "measured",
-    "looked for", "found", "borrowed", "photographed", "asked about", "paid for", "explained", "weighed",
+    "counted", "repaired", "described", "forgot about", "painted", "carried home", "sold",
+    "wrote down", "measured",
+    "looked for", "found", "borrowed", "photographed", "asked about", "paid for", "explained",
+    "weighed",
 )  # fmt: skip
 _OBJECTS: Final = (
-    "wooden chairs", "letters from the archive", "red apples", "broken clocks", "maps of the coast", "warm coats",
-    "bottles of ink", "short stories", "bicycles", "train tickets", "jars of honey", "glass lamps", "garden tools",
-    "pairs of shoes", "loaves of bread", "old coins", "notebooks", "silver spoons", "packets of seeds",
+    "wooden chairs", "letters from the archive", "red apples", "broken clocks", "maps of the "
+        "coast", "warm coats",
+    "bottles of ink", "short stories", "bicycles", "train tickets", "jars of honey", "glass lamps",
+    "garden tools",
+    "pairs of shoes", "loaves of bread", "old coins", "notebooks", "silver spoons", "packets of "
+        "seeds",
 )  # fmt: skip
 _PLACES: Final = (
-    "near the harbour", "in the library", "behind the station", "at the market", "across the river", "on the hill",
-    "in a small village", "under the bridge", "beside the school", "at the edge of the forest", "in the kitchen",
+    "near the harbour", "in the library", "behind the station", "at the market", "across the "
+        "river", "on the hill",
+    "in a small village", "under the bridge", "beside the school", "at the edge of the forest",
+    "in the kitchen",
 )  # fmt: skip
 _ENDINGS: Final = (
-    "because winter was early.", "before anyone noticed.", "and the price was fair.", "while it was raining.",
+    "because winter was early.", "before anyone noticed.", "and the price was fair.", "while it "
+        "was raining.",
     "which surprised nobody.", "although the road was closed.", "so the meeting ended at noon.",
 )  # fmt: skip
 
@@ -130,4 +140,6 @@ def _sentences(start: int) -> Iterator[str]:
         verb = _VERBS[n * 7 % len(_VERBS)]
         thing = _OBJECTS[n * 4 % len(_OBJECTS)]
         place = _PLACES[n * 3 % len(_PLACES)]
-        yield f"{subject} {verb} {n * 37 % 89 + 2} {thing} {place} {_ENDINGS[n * 2 % len(_ENDINGS)]}"
+        yield (
+            f"{subject} {verb} {n * 37 % 89 + 2} {thing} {place} {_ENDINGS[n * 2 % len(_ENDINGS)]}"
+        )

@@ -36,13 +36,15 @@ _CHARS_SPECIAL: Final = (
     "<|im_assistant|>",
 )
 _CHARS_TEMPLATE: Final = (
-    "{%- for message in messages %}{{- '<|im_' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}"
+    "{%- for message in messages %}{{- '<|im_' + message['role'] + '|>' + message['content'] + "
+    "'<|im_end|>' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_assistant|>' }}{%- endif %}"
 )
 _BPE_SPECIAL: Final = (PAD, "<|im_start|>", END_OF_TURN)
 _BPE_TEMPLATE: Final = (
     "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{%- endfor %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{%- "
+    "endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 

@@ -321,7 +321,10 @@ class Tokenizer:
             ConfigError: if it has none.
         """
         if self._template_source is None:
-            remedy = "add a chat_template.jinja to the folder, or set model.chat_template to a file or plain"
+            remedy = (
+                "add a chat_template.jinja to the folder, or set model.chat_template to a "
+                "file or plain"
+            )
             raise ConfigError(self._key, self.name, f"its tokenizer has no chat template; {remedy}")
         return ChatTemplate(self._template_source, self._special, self.template_error)
 

@@ -63,7 +63,10 @@ class CircuitBreaker:
         if self.closed:
             return ""
         trials = f" and {_count(self._num_trials, 'trial')}" if self._num_trials else ""
-        return f"{_count(self._num_failed, 'ticket')} in a row{trials} failed here, the last: {self._why}"
+        return (
+            f"{_count(self._num_failed, 'ticket')} in a row{trials} failed here, the last: "
+            f"{self._why}"
+        )
 
     def succeeded(self) -> bool:
         """Note that real work succeeded. Return whether this closed the breaker."""

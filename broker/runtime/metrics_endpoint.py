@@ -191,5 +191,8 @@ def _listening(bind: str, number: int) -> socket.socket:
 
 def _why_not(bind: str, number: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"--metrics-port: port {number} on {bind} is already in use; choose another, or 0 for any"
+        return (
+            f"--metrics-port: port {number} on {bind} is already in use; choose another, or 0 "
+            "for any"
+        )
     return f"--metrics-bind: cannot listen on {bind}: {error.strerror}; use an address of this host"

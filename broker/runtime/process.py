@@ -198,7 +198,10 @@ def add_metrics_options(
     parser: argparse.ArgumentParser, *, default: int | None = None, text: str = "of this process"
 ) -> None:
     """Add --metrics-port and --metrics-bind."""
-    text = f"serve /metrics (Prometheus), /healthz and /readyz {text} on this port; 0 picks one and logs it"
+    text = (
+        f"serve /metrics (Prometheus), /healthz and /readyz {text} on this port; 0 picks one "
+        "and logs it"
+    )
     text += " (off)" if default is None else " (%(default)s)"
     parser.add_argument("--metrics-port", type=port, default=default, metavar="PORT", help=text)
     text = "IP address for --metrics-port; all who reach it can read it (%(default)s)"
@@ -250,7 +253,10 @@ def add_join_options(parser: argparse.ArgumentParser) -> None:
     )
     text = "join token of another host or user, from `rlearner invite`; - reads standard input"
     add("--join", metavar="FILE", help=text)
-    text = "with --join: from now on run code for the token's owner (files, commands, weaker isolation)"
+    text = (
+        "with --join: from now on run code for the token's owner (files, commands, weaker "
+        "isolation)"
+    )
     add("--trust-run-code", action="store_true", help=text)
     add_rule_options(parser)
     add("--id", metavar="NAME", help="name of this process, unique in the run (generated)")

@@ -181,7 +181,10 @@ class _Address(argparse.Action):
         self, parser: argparse.ArgumentParser, options: argparse.Namespace, value: Any, *_: Any
     ) -> None:
         if "@" in value:
-            allowed = "an address without a login, because other users can see it here; put the address into RL_BROKER"
+            allowed = (
+                "an address without a login, because other users can see it here; put the "
+                "address into RL_BROKER"
+            )
             raise UserError(f"--broker {without_passwords(value)}: {allowed}")
         setattr(options, self.dest, value)
 

@@ -105,7 +105,8 @@ def _http_url(value: str) -> str:
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
         raise ValueError(
-            "expected http://host:port/v1 or https://…, without a user; api_key says where the key is"
+            "expected http://host:port/v1 or https://…, without a user; api_key says where the "
+            "key is"
         )
     return value
 
@@ -269,7 +270,10 @@ def check(config: dict[str, Any]) -> None:
                 f"{domain_key}.min_group_size", smallest, f"at most group_size, which is {size}"
             )
         if domain["straggler_factor"] is not None and (smallest is None or smallest == size):
-            rule = f"left out, or {domain_key}.min_group_size below group_size: only then can a group close early"
+            rule = (
+                f"left out, or {domain_key}.min_group_size below group_size: only then can a "
+                "group close early"
+            )
             raise ConfigError(f"{domain_key}.straggler_factor", domain["straggler_factor"], rule)
         if domain["context"] == "full":
             for key, allowed in (("memory", "recent"), ("history_length", "left out")):

@@ -144,7 +144,8 @@ def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
     path = path.resolve()
     if path in inheriting:
         raise UserError(
-            f"{path}: inherits itself through {' -> '.join(file.name for file in (*inheriting, path))}"
+            f"{path}: inherits itself through "
+            f"{' -> '.join(file.name for file in (*inheriting, path))}"
         )
     try:
         with path.open(encoding="utf-8") as file:
@@ -168,7 +169,8 @@ def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
     parents = own.pop("inherit", [])
     if not isinstance(parents, str) and not (isinstance(parents, ListConfig) or parents == []):
         raise UserError(
-            f"{path}: inherit: {parents} is not allowed; a file name relative to this one, or a list of them"
+            f"{path}: inherit: {parents} is not allowed; a file name relative to this one, or a "
+            "list of them"
         )
     names = [parents] if isinstance(parents, str) else list(parents)
     merged = OmegaConf.create({})
@@ -203,7 +205,8 @@ def _check_keys(path: Path, node: yaml.Node | None, where: str) -> None:
         line = key.start_mark.line + 1
         if name in first:
             raise UserError(
-                f"{path}:{line}: {name} is given twice, first in line {first[name]}; keep one of them"
+                f"{path}:{line}: {name} is given twice, first in line {first[name]}; keep one of "
+                "them"
             )
         first[name] = line
         if isinstance(value, yaml.ScalarNode) and value.style is None and not value.value:

@@ -99,7 +99,10 @@ def enforced_rules() -> HostRules | None:
 
 def add_rule_options(parser: argparse.ArgumentParser) -> None:
     """Add --allow-secret and --allow-data."""
-    text = "with --join: the run may send this variable or file to HOST (* for any use); may be repeated"
+    text = (
+        "with --join: the run may send this variable or file to HOST (* for any use); may be "
+        "repeated"
+    )
     parser.add_argument(
         "--allow-secret",
         action="append",

@@ -132,7 +132,10 @@ def _known(kind: str, name: str, table: Mapping[str, str]) -> str:
     names = known(kind, table)
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}known: {', '.join(names) or 'none'}; or 'package.module:attribute', or 'file.py:attribute'"
+    return (
+        f"{hint}known: {', '.join(names) or 'none'}; or 'package.module:attribute', or "
+        "'file.py:attribute'"
+    )
 
 
 def _load(kind: str, name: str, target: str) -> Any:

@@ -138,7 +138,8 @@ def validate(
                 command := next((OFFLINE[key] for key in OFFLINE if key in config), "")
             ):
                 raise UserError(
-                    f"{name}: with that section it is a configuration for `{command}`, not for a run"
+                    f"{name}: with that section it is a configuration for `{command}`, not for a "
+                    "run"
                 )
             raise ConfigError(name, config[name], unknown(name, sections, ""))
     checked = {name: _dump_section(name, config.get(name), sections[name]) for name in sections}

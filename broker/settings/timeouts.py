@@ -123,8 +123,10 @@ def note(config: dict[str, Any]) -> str:
     deadlines = {domain["deadline_s"] for domain in config["domains"].values()}
     groups = " or ".join(f"{each:g}" for each in sorted(deadlines))
     return (
-        f"timeouts: a turn {envhub['generate_timeout_s']:g} s, an episode {envhub['episode_timeout_s']:g} s, a group "
-        f"{groups} s, a ticket {config['train']['ticket_timeout_s']:g} s in one hub: steps, pauses, queues and missing "
+        f"timeouts: a turn {envhub['generate_timeout_s']:g} s, an episode "
+        f"{envhub['episode_timeout_s']:g} s, a group "
+        f"{groups} s, a ticket {config['train']['ticket_timeout_s']:g} s in one hub: steps, "
+        "pauses, queues and missing "
         "hubs may take any time"
     )
 

@@ -40,7 +40,8 @@ def address_of(interface: str) -> str:
     interfaces = addresses()
     if interface not in interfaces:
         raise ValueError(
-            f"expected an interface of this host that has an address: {', '.join(sorted(interfaces)) or 'none'}"
+            "expected an interface of this host that has an address: "
+            f"{', '.join(sorted(interfaces)) or 'none'}"
         )
     return interfaces[interface][0]
 

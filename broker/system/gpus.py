@@ -29,7 +29,8 @@ def parse(spec: str) -> list[int]:
         match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", part)
         if match is None:
             raise UserError(
-                f"--gpus: expected cpu, auto, a list such as 0,2 or a range such as 4-7, got {spec!r}"
+                "--gpus: expected cpu, auto, a list such as 0,2 or a range such as 4-7, got "
+                f"{spec!r}"
             )
         first = int(match[1])
         last = int(match[2] or match[1])

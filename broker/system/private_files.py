@@ -58,7 +58,8 @@ def private_folder(path: Path) -> Path:
             )
         if status.st_mode & stat.S_IWOTH:
             raise UserError(
-                f"{path} can be written by every user; check its contents, then run chmod 700 {path}"
+                f"{path} can be written by every user; check its contents, then run chmod 700 "
+                f"{path}"
             )
         if stat.S_IMODE(status.st_mode) != 0o700:
             os.fchmod(folder, 0o700)

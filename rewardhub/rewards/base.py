@@ -136,7 +136,10 @@ def _numbers(value: Mapping[Any, object], noun: str) -> dict[str, float]:
     if len(value) > MAX_PARTS or any(
         len(name) > NAME_CHARS or not name.isprintable() for name in value
     ):
-        reason = f"a reward has at most {MAX_PARTS} {noun}s with printable names of at most {NAME_CHARS} characters"
+        reason = (
+            f"a reward has at most {MAX_PARTS} {noun}s with printable names of at most "
+            f"{NAME_CHARS} characters"
+        )
         raise InvalidScoreError(reason)
     return {name: _number(part, f"{noun} {name!r}") for name, part in value.items()}
 

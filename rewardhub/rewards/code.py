@@ -76,13 +76,18 @@ class CodeReward:
     def __init__(self, args: CodeArgs) -> None:
         self._args = args
         limits = SandboxLimits(
-            wall_s=args.timeout_s, cpu_s=args.cpu_s, memory_mib=args.memory_mib, processes=args.processes,
+            wall_s=args.timeout_s,
+            cpu_s=args.cpu_s,
+            memory_mib=args.memory_mib,
+            processes=args.processes,
             open_files=args.open_files,
-            output_kib=args.output_kib, file_mib=args.file_mib,
-        )  # fmt: skip
+            output_kib=args.output_kib,
+            file_mib=args.file_mib,
+        )
         if args.sandbox == "none":
             log.warning(
-                "UNSAFE: sandbox is none, so programs that the policy writes run unprotected on this machine"
+                "UNSAFE: sandbox is none, so programs that the policy writes run unprotected on "
+                "this machine"
             )
         self._sandbox = Sandbox(limits, args.sandbox, args.packages)
         self._last: tuple[str | None, StdioTests | FunctionCallTests | StatementTests] = (
@@ -121,10 +126,10 @@ class CodeReward:
         """Run all tests of functions with one process of the program."""
         if isinstance(tests, StatementTests):
             end = self._sandbox.run(
-                program, mode="asserts", tests=ProgramChecks(tests.first, tests.each)
+                program, mode="asserts", tests=ProgramChecks(tests.first, tests.cases)
             )
-            return sum(index in end.answers for index in range(len(tests.each))) / len(
-                tests.each
+            return sum(index in end.answers for index in range(len(tests.cases))) / len(
+                tests.cases
             ), [end]
         end = self._sandbox.run(
             program, mode="calls", tests=ProgramChecks(tests.function, tests.arguments)

@@ -52,7 +52,7 @@ class StatementTests:
     """
 
     first: str
-    each: tuple[str, ...]
+    cases: tuple[str, ...]
 
 
 Tests = StdioTests | FunctionCallTests | StatementTests
@@ -75,7 +75,7 @@ def parse(reference: str) -> Tests:
         raise InvalidTestsError(f"not JSON: {error}") from None
     tests = _mapping(value) if isinstance(value, dict) else _list(value)
     if isinstance(tests, StatementTests):
-        size = len(tests.each)
+        size = len(tests.cases)
     else:
         size = len(tests.inputs if isinstance(tests, StdioTests) else tests.arguments)
     if not 1 <= size <= MAX_TESTS:
@@ -90,7 +90,7 @@ def _checked(tests: Tests) -> Tests:
         InvalidTestsError: if any program would pass them, or could tamper with them.
     """
     if isinstance(tests, StatementTests):
-        names = names_of((tests.first, *tests.each))
+        names = names_of((tests.first, *tests.cases))
         if names.unsafe:
             raise InvalidTestsError(
                 f"they use {names.unsafe[0]}, so a program's results would run inside its tests"
@@ -98,9 +98,12 @@ def _checked(tests: Tests) -> Tests:
         if (
             not names.program
             and not names.imports
-            and MODULE not in tests.first + "".join(tests.each)
+            and MODULE not in tests.first + "".join(tests.cases)
         ):
-            reason = "they use no name of the program; builtins and modules of Python's library are never the program's"
+            reason = (
+                "they use no name of the program; builtins and modules of Python's library "
+                "are never the program's"
+            )
             raise InvalidTestsError(reason)
     return tests
 
@@ -124,7 +127,10 @@ def _mapping(value: dict[str, Any]) -> StdioTests | FunctionCallTests:
     inputs = value.get("inputs")
     outputs = value.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
-        reason = f"a mapping needs the lists inputs and outputs; it has {', '.join(sorted(value)) or 'nothing'}"
+        reason = (
+            "a mapping needs the lists inputs and outputs; it has "
+            f"{', '.join(sorted(value)) or 'nothing'}"
+        )
         raise InvalidTestsError(reason)
     if len(inputs) != len(outputs):
         raise InvalidTestsError(f"{len(inputs)} inputs, but {len(outputs)} outputs")
@@ -249,8 +255,10 @@ _SILENT: Final = (
 )
 # One test each; a skipped test counts as failed.
 _UNITTEST: Final = (
-    "import unittest\n_outcome = unittest.TestResult()\nunittest.TestSuite([{name}({method!r})]).run(_outcome)\n"
-    "assert _outcome.testsRun == 1 and _outcome.wasSuccessful() and not _outcome.skipped, _outcome.errors + "
+    "import unittest\n_outcome = "
+    "unittest.TestResult()\nunittest.TestSuite([{name}({method!r})]).run(_outcome)\n"
+    "assert _outcome.testsRun == 1 and _outcome.wasSuccessful() and not _outcome.skipped, "
+    "_outcome.errors + "
     "_outcome.failures"
 )
 _PLAIN: Final = (

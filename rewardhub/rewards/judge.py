@@ -51,7 +51,10 @@ TEMPLATE: Final = """Judge how well the response answers the question.
 
 Say in a sentence or two what is right and wrong about it. End with a line `Score: N`, where N is a \
 number from {low} to {high}."""
-AGAIN: Final = "That holds no line `Score: N` with a number N from {low} to {high}. Answer with that line alone."
+AGAIN: Final = (
+    "That holds no line `Score: N` with a number N from {low} to {high}. Answer with "
+    "that line alone."
+)
 SLOTS: Final = re.compile(r"\{(prompt|response|reference|low|high)\}")
 NUMBER: Final = r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)"
 
@@ -180,7 +183,8 @@ class JudgeReward:
         )
         if not self._model and len(names) != 1:
             raise UserError(
-                f"{args.base_url} serves {', '.join(names) or 'no model that it lists'}; set args.model"
+                f"{args.base_url} serves {', '.join(names) or 'no model that it lists'}; set "
+                "args.model"
             )
         self._model = self._model or names[0]
         tries = args.retries
@@ -280,7 +284,10 @@ class JudgeReward:
                 {"role": "user", "content": repetition},
             ]
         excerpt = " ".join(answer.split())[-120:]
-        reason = f"the judge gave no score from {args.low:g} to {args.high:g} in {args.asks_again + 1} answers"
+        reason = (
+            f"the judge gave no score from {args.low:g} to {args.high:g} in "
+            f"{args.asks_again + 1} answers"
+        )
         raise NoScore(f"{reason}; the last ends {excerpt!r}")
 
     def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:

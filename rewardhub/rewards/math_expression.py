@@ -13,7 +13,8 @@ SMALL: Final = 1e-3
 # What the parser would misread: digits next to digits, subscripts of numbers, colons, decimals
 # without end.
 _UNREADABLE: Final = re.compile(
-    r"(?<![_^])\d\s+[\d.]|\d_|\d\)_|:|\.\.\.|\\ldots|\\cdots|\\dots|\\pmod|\\equiv|\\mid|[?#@\"]|^(?!.*\\begin).*(?:&|\\\\)",
+    r"(?<![_^])\d\s+[\d.]|\d_|\d\)_|:|\.\.\.|\\ldots|\\cdots|\\dots|\\pmod|\\equiv|\\mid|[?#@\"]"
+    r"|^(?!.*\\begin).*(?:&|\\\\)",
     re.DOTALL,
 )
 _IMAGINARY_FACTOR: Final = re.compile(r"(?<=[\d)}])i(?![A-Za-z])")
@@ -22,7 +23,8 @@ _UNIT_OF_ROOT: Final = re.compile(
     r"(?<![A-Za-z\\])\\?(?:i|imath|mathrm\s*\{i\}|text\s*\{i\})(?![A-Za-z])"
 )
 _INDEX: Final = re.compile(
-    r"_\{?\s*i(?![A-Za-z])|(?<![A-Za-z])i\s*(?:=|\\in)|[<>j]|\\[lg]e(?![A-Za-z])|\\equiv|\\(?:max|min)"
+    r"_\{?\s*i(?![A-Za-z])|(?<![A-Za-z])i\s*(?:=|\\in)|[<>j]|\\[lg]e(?![A-Za-z])|\\equiv"
+    r"|\\(?:max|min)"
 )
 _LAST_NUMBER: Final = re.compile(
     r"-?\\[dtc]?frac\{-?\d+\}\{-?\d+\}|(?<![A-Za-z0-9_.,:/^{])[-+−]?(?:\\?[$€£¥]\s?)?-?"

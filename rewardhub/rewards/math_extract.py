@@ -24,17 +24,21 @@ _FORMULA: Final = re.compile(
     r"|(?<!\\)\$(?P<inline>(?:\\\$|[^$\n])+)(?<!\\)\$|\\\((?P<round>(?:[^\\]|\\(?!\)))++)\\\)"
 )
 _ENVIRONMENT: Final = re.compile(
-    r"(?:\\left\s*\\?[\[({|.])?\s*\\begin\{(?P<name>[A-Za-z]+\*?)\}(?s:.)*\\end\{(?P=name)\}\s*(?:\\right\s*\\?[\])}|.])?"
+    r"(?:\\left\s*\\?[\[({"
+    r"|.])?\s*\\begin\{(?P<name>[A-Za-z]+\*?)\}(?s:.)*\\end\{(?P=name)\}\s*(?:\\right\s*\\?[\])}"
+    r"|.])?"
 )
 _PERCENT: Final = re.compile(r"\s*\$?\s*(?:\\?%|percent(?:age)?\b|pct\b)", re.IGNORECASE)
 _CONNECTED: Final = re.compile(
-    r"(?:[\s$,;.&]|[A-Za-z](?:_\{?\w\}?)?\s*=|\\[()\[\],; ]|\\q?quad|\\text\s*\{(?:[^{}]*\s)?(?:and|or)\s*\}|and|or)*"
+    r"(?:[\s$,;.&]|[A-Za-z](?:_\{?\w\}?)?\s*=|\\[()\[\],; ]|\\q?quad"
+    r"|\\text\s*\{(?:[^{}]*\s)?(?:and|or)\s*\}|and|or)*"
 )
 _SPECIAL_TOKEN: Final = re.compile(r"(?:<\|[\w/ ]{1,40}\|>|</s>|<eos>|<end_of_turn>)\Z")
 _OPEN_TAG: Final = "<answer>"
 _CLOSE_TAG: Final = "</answer>"
 _STATED: Final = re.compile(
-    r"\banswer\b(?:[^\n.:=$\\]{0,60}?\b(?:is|are|equals)\b(?:\s+for\s+sure)?|[^\n.:=$\\]{0,40}?[:=])"
+    r"\banswer\b(?:[^\n.:=$\\]{0,60}?\b(?:is|are|equals)\b(?:\s+for\s+sure)?"
+    r"|[^\n.:=$\\]{0,40}?[:=])"
     r"[ \t]*[:=]?[ \t*_]*",
     re.IGNORECASE,
 )

@@ -34,7 +34,8 @@ _MIXED: Final = re.compile(
     r"|\s+(?P<over>\d+)\s*/\s*(?P<under>\d+))"
 )
 _FRACTION: Final = re.compile(
-    r"(?P<sign>[-+]?)\s*(?:\\frac\s*\{\s*(?P<up>-?\d+)\s*\}\s*\{\s*(?P<down>-?\d+)\s*\}|(?P<over>\d+)\s*/\s*(?P<under>\d+))"
+    r"(?P<sign>[-+]?)\s*(?:\\frac\s*\{\s*(?P<up>-?\d+)\s*\}\s*\{\s*(?P<down>-?\d+)\s*\}"
+    r"|(?P<over>\d+)\s*/\s*(?P<under>\d+))"
 )
 _UNITS: Final = (
     *(

@@ -53,7 +53,8 @@ _SYSTEMS: Final = frozenset(
     ("aligned", "align", "align*", "gathered", "gather", "gather*", "split", "alignedat")
 )
 _ENVIRONMENT: Final = re.compile(
-    r"(?:\\\{|[\[(|])?\s*\\begin\{(?P<name>[a-zA-Z]+\*?)\}(?:\s*\{[lcr|@{} ]*\})?(?P<body>.*)\\end\{(?P=name)\}"
+    r"(?:\\\{|[\[(|])?\s*\\begin\{(?P<name>[a-zA-Z]+\*?)\}(?:\s*\{[lcr"
+    r"|@{} ]*\})?(?P<body>.*)\\end\{(?P=name)\}"
     r"\s*(?:\\\}|[\])|])?",
     re.DOTALL,
 )
@@ -69,11 +70,13 @@ _PERCENT: Final = re.compile(
 )
 _MODULUS: Final = re.compile(
     r"[,\s]*(?:\\pmod\s*(?:\{(?P<braced>[^{}]*)\}|(?P<bare>\w+))|\\bmod\s*(?P<bmod>\w+)"
-    r"|\(?\s*(?:\\(?:mod|operatorname\{mod\}|text\s*\{\s*mod\s*\})|mod)\s*\{?(?P<mod>\w+)\}?\s*\)?)$"
+    r"|\(?\s*(?:\\(?:mod|operatorname\{mod\}|text\s*\{\s*mod\s*\})"
+    r"|mod)\s*\{?(?P<mod>\w+)\}?\s*\)?)$"
 )
 _DEGREES: Final = re.compile(r"\s*\^\s*\{?\s*\\circ\s*\}?\s*(?:\\text\s*\{\s*[CF]\s*\}|[CF])?$")
 _UNIT: Final = re.compile(
-    r"(?P<value>.*[\d)}\]])\s*(?:\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox|operatorname)\s*"
+    r"(?P<value>.*[\d)}\]])\s*(?:\\(?:text(?:bf|it|rm|normal)?|math(?:rm|bf|it)|mbox"
+    r"|operatorname)\s*"
     r"\{(?P<unit>[^{}\\]*[A-Za-z][^{}\\]*)\}(?:\s*\^\s*\{?\d\}?)?)\.?",
     re.DOTALL,
 )

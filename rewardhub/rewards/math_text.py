@@ -11,7 +11,8 @@ LONGEST_NUMBER: Final = 60  # characters of a number that is read without the pa
 # one number.
 _NUMBER: Final = re.compile(
     r"(?P<sign>[-+−]?)\s*(?:\\?[$€£¥])?\s*(?P<sign2>-?)"
-    r"(?P<whole>[1-9]\d{0,2}(?:(?:,|\{,\}|\\[,!; ]|[~' \u00a0\u2007\u2009\u202f])\d{3})+|\d+)?(?P<part>\.\d+)?"
+    r"(?P<whole>[1-9]\d{0,2}(?:(?:,|\{,\}|\\[,!; ]|[~' \u00a0\u2007\u2009\u202f])\d{3})+"
+    r"|\d+)?(?P<part>\.\d+)?"
     r"(?P<power>[eE][-+]?\d{1,2})?\.?\s*(?:\\?[$€£¥])?"
 )
 _DECIMAL_COMMA: Final = re.compile(r"(-?)(0|[1-9]\d*),(\d{2}|\d{4,}|(?<=0,)\d+)")
@@ -25,7 +26,8 @@ _NUMBER_WITH_UNIT: Final = re.compile(
 _EMPHASIS: Final = re.compile(r"(?<![\w)}*])(\*{1,3}|_{2,3}|`+)(?=\S)([^*`\n]*?\S)\1(?![\w({*])")
 _COMMAND: Final = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}|\\[A-Za-z]+")
 TEXT_COMMAND: Final = re.compile(
-    r"\\(?:text(?:bf|it|rm|normal|sf|tt)?|math(?:rm|bf|it|sf|tt|normal)|textnormal|mbox|operatorname)\s*\{([^{}]*)\}"
+    r"\\(?:text(?:bf|it|rm|normal|sf|tt)?|math(?:rm|bf|it|sf|tt|normal)|textnormal|mbox"
+    r"|operatorname)\s*\{([^{}]*)\}"
 )
 _TRIGONOMETRIC: Final = (
     "sin",
@@ -51,16 +53,22 @@ _BARE_FUNCTION: Final = re.compile(
 _WORD_BEFORE_TERM: Final = re.compile(r"(?<![A-Za-z])([A-Za-z]{2,})\s+(?=[A-Za-z0-9$])")
 _POWER: Final = re.compile(r"(?:\*\*|\^)\s*(-?\d+(?:\.\d+)?|\((-?\d+(?:\.\d+)?)\))")
 _CHOICE: Final = re.compile(
-    r"(?:(?i:option|choice)\s+)?[(\[]?([A-Z])(?:[)\]](?:[\s.,:;].*)?|\s*|[.,:;](?!\w).*|[。，、：；）\u3040-\u9fff].*)",
+    r"(?:(?i:option|choice)\s+)?[(\[]?([A-Z])(?:[)\]](?:[\s.,:;].*)?|\s*|[.,:;](?!\w).*"
+    r"|[。，、：；）\u3040-\u9fff].*)",
     re.DOTALL,
 )
 _CHARACTERS: Final = str.maketrans(
     {
-        "−": "-", "–": "-", "·": "\\cdot ", "×": "\\times ", "÷": "/", "∞": "\\infty ", "π": "\\pi ", "∪": "\\cup ",
-        "∩": "\\cap ", "∈": "\\in ", "≡": "\\equiv ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ",
-        "±": "\\pm ", "°": "^\\circ ", "∅": "\\emptyset ", "½": " \\frac{1}{2}", "¼": " \\frac{1}{4}",
-        "¾": " \\frac{3}{4}", "⅓": " \\frac{1}{3}", "⅔": " \\frac{2}{3}", "²": "^{2}", "³": "^{3}", "⋅": "\\cdot ",
-        "\u00a0": " ", "\u2007": " ", "\u2009": " ", "\u200a": " ", "\u202f": " ", "⟨": "(", "⟩": ")", "…": "\\ldots ",
+        "−": "-", "–": "-", "·": "\\cdot ", "×": "\\times ", "÷": "/", "∞": "\\infty ",
+        "π": "\\pi ", "∪": "\\cup ",
+        "∩": "\\cap ", "∈": "\\in ", "≡": "\\equiv ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ",
+        "≈": "\\approx ",
+        "±": "\\pm ", "°": "^\\circ ", "∅": "\\emptyset ", "½": " \\frac{1}{2}",
+        "¼": " \\frac{1}{4}",
+        "¾": " \\frac{3}{4}", "⅓": " \\frac{1}{3}", "⅔": " \\frac{2}{3}", "²": "^{2}", "³": "^{3}",
+        "⋅": "\\cdot ",
+        "\u00a0": " ", "\u2007": " ", "\u2009": " ", "\u200a": " ", "\u202f": " ", "⟨": "(",
+        "⟩": ")", "…": "\\ldots ",
     }
 )  # fmt: skip
 _SPELLINGS: Final = (

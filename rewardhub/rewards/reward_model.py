@@ -64,7 +64,8 @@ class RewardModel:
         output = await future
         if not math.isfinite(output):
             raise NoScore(
-                f"domain {sample.domain!r}, task {sample.task_index}: the model's output is {output}"
+                f"domain {sample.domain!r}, task {sample.task_index}: the model's output is "
+                f"{output}"
             )
         value = self._args.scale * output + self._args.offset
         if self._args.clip is not None:

@@ -160,7 +160,10 @@ def _value_head(path: str, dtype: torch.dtype) -> torch.nn.Linear:
     }
     if len(weights) != 1:
         head_names = ", ".join(f"{head}.weight" for head in HEADS)
-        allowed = f"a sequence classifier, or a model with one value head of shape [1, hidden] among {head_names}"
+        allowed = (
+            "a sequence classifier, or a model with one value head of shape [1, hidden] "
+            f"among {head_names}"
+        )
         raise ConfigError(_KEY, path, allowed)
     ((name, weight),) = weights.items()
     bias = found.get(name.removesuffix("weight") + "bias")

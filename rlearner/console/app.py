@@ -28,7 +28,8 @@ WEB: Final = Path(__file__).parent / "web"
 BUILD_S: Final = 20.0  # for a page whose run has to load a tokenizer first
 RECONNECT_S: Final = 5.0  # for which a page without a connection is kept
 QUERY: Final = (
-    "text", "domain", "server", "hub", "min_step", "max_step", "min_reward", "max_reward", "min_version", "max_version",
+    "text", "domain", "server", "hub", "min_step", "max_step", "min_reward", "max_reward",
+    "min_version", "max_version",
     "ticket", "success", "state", "order", "after",
 )  # fmt: skip
 
@@ -63,7 +64,8 @@ def register(state: ConsoleState) -> None:
         await actions_page(state, run)
 
     pages: dict[str, Content] = {
-        "": overview, "/timeline": timeline, "/fleet": fleet, "/trajectories": trajectories, "/dead-letters": dead,
+        "": overview, "/timeline": timeline, "/fleet": fleet, "/trajectories": trajectories,
+        "/dead-letters": dead,
     }  # fmt: skip
     if state.actions:
         pages["/actions"] = actions

@@ -29,7 +29,10 @@ def add_parser(commands: Any) -> None:
     )
     text = "address to listen on; beyond loopback only with TLS (%(default)s)"
     parser.add_argument("--bind", default="127.0.0.1", metavar="ADDRESS", help=text)
-    text = "allow to pause, resume, drain and stop runs, and to retry and delete dead letters (read-only)"
+    text = (
+        "allow to pause, resume, drain and stop runs, and to retry and delete dead letters "
+        "(read-only)"
+    )
     parser.add_argument("--actions", action="store_true", help=text)
     text = (
         "file of mode 0600 with a password, which may be used as often as you like, unlike the link"
@@ -39,7 +42,10 @@ def add_parser(commands: Any) -> None:
         "--tls-cert", metavar="FILE", help="certificate (PEM), to listen beyond loopback"
     )
     parser.add_argument("--tls-key", metavar="FILE", help="its private key")
-    text = "name under which browsers reach it, as in the certificate, instead of the random one; may be repeated"
+    text = (
+        "name under which browsers reach it, as in the certificate, instead of the random "
+        "one; may be repeated"
+    )
     parser.add_argument("--host-name", action="append", metavar="NAME", help=text)
     logs.add_options(parser)
     parser.set_defaults(run=_console)

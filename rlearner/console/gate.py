@@ -50,7 +50,8 @@ def policy(nonce: str = "") -> str:
     """
     inline = f" 'nonce-{nonce}'" if nonce else ""
     return (
-        f"{STRICT}; script-src 'self'{inline} 'unsafe-eval'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+        f"{STRICT}; script-src 'self'{inline} 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+        "img-src 'self' data:; "
         "font-src 'self'; connect-src 'self'; manifest-src 'self'"
     )
 
@@ -103,7 +104,10 @@ class ConsoleGate:
         """Return why a request is not from a page of this console, empty if it may be."""
         host = headers.get("host", "")
         if not is_known_host(host, self._names):
-            return "this console answers only under the name in its link; rlearner console --host-name adds another"
+            return (
+                "this console answers only under the name in its link; rlearner console "
+                "--host-name adds another"
+            )
         if scope["type"] == "websocket" or scope["method"] not in ("GET", "HEAD"):
             scheme = "https" if self._secure else "http"
             if not is_same_origin(headers.get("origin", ""), scheme, host):
@@ -200,7 +204,8 @@ class ConsoleGate:
     def _page(self, target: str, problem: str) -> bytes:
         secret_kind = "password" if self._access.password is not None else "token"
         text = (
-            "The console prints a link on its terminal; it works once, and the next one is printed when it was used. "
+            "The console prints a link on its terminal; it works once, and the next one is "
+            "printed when it was used. "
             + (
                 "Or log in with the password of its file."
                 if secret_kind == "password"
@@ -302,14 +307,20 @@ async def body(receive: Receive, most: int) -> bytes:
 
 
 async def respond(
-    send: Send, status: int, content: bytes | str, kind: str, more: list[tuple[str, str]] | None = None, *,
+    send: Send,
+    status: int,
+    content: bytes | str,
+    kind: str,
+    more: list[tuple[str, str]] | None = None,
+    *,
     cache: str = "no-store",
-) -> None:  # fmt: skip
+) -> None:
     """Send a whole response of the gate itself."""
     data = content.encode() if isinstance(content, str) else content
     style = "; style-src 'self' 'unsafe-inline'; script-src 'self'"
     headers = {
-        **HEADERS, "content-type": f"{kind}; charset=utf-8", "content-length": str(len(data)), "cache-control": cache,
+        **HEADERS, "content-type": f"{kind}; charset=utf-8", "content-length": str(len(data)),
+        "cache-control": cache,
         "content-security-policy": STRICT + style,
     }  # fmt: skip
     pairs = [(name.encode(), value.encode()) for name, value in [*headers.items(), *(more or [])]]

@@ -259,7 +259,9 @@ async def _serve(
 
     compressed = GZipMiddleware(gate, minimum_size=COMPRESSED_FROM, compresslevel=COMPRESSION)
     config = uvicorn.Config(
-        compressed, log_config=None, access_log=False, ws="websockets-sansio", lifespan="on", server_header=False,
-        date_header=False, ws_per_message_deflate=False, timeout_graceful_shutdown=GRACE_S, proxy_headers=False, **tls,
+        compressed, log_config=None, access_log=False, ws="websockets-sansio", lifespan="on",
+        server_header=False,
+        date_header=False, ws_per_message_deflate=False, timeout_graceful_shutdown=GRACE_S,
+        proxy_headers=False, **tls,
     )  # fmt: skip
     await Server(config).serve(sockets=[listener])

@@ -165,7 +165,10 @@ def _check_prompts(
     if not prompts or not all(prompts):
         raise HttpError(400, "the prompt is empty", param="prompt")
     if (longest := max(map(len, prompts))) >= served.max_context_tokens:
-        message = f"the prompt has {longest} tokens and leaves no room to generate in {served.max_context_tokens}"
+        message = (
+            f"the prompt has {longest} tokens and leaves no room to generate in "
+            f"{served.max_context_tokens}"
+        )
         param = "messages" if isinstance(body, ChatBody) else "prompt"
         raise HttpError(400, message, param=param, code="context_length_exceeded")
 

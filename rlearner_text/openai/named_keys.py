@@ -149,7 +149,8 @@ class KeyStore:
             remaining = [key for key in keys if key.name != name]
             if len(remaining) == len(keys):
                 raise UserError(
-                    f"there is no API key {name!r}; there is {', '.join(k.name for k in keys) or 'none'}"
+                    f"there is no API key {name!r}; there is "
+                    f"{', '.join(k.name for k in keys) or 'none'}"
                 )
             self._write(remaining)
 

@@ -249,7 +249,10 @@ def _checked(model: type[T], value: dict[str, Any], place: str) -> T:
 def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     """Convert a tool to a chat's form, without fields that chat templates do not use."""
     if tool.get("type") != "function":
-        message = f"{place}.type: {tool.get('type')!r} is not allowed; only tools of type 'function' are supported"
+        message = (
+            f"{place}.type: {tool.get('type')!r} is not allowed; only tools of type "
+            "'function' are supported"
+        )
         raise HttpError(400, message, param=f"{place}.type", code="unsupported_parameter")
     made = _checked(FunctionTool, tool, place)
     function: dict[str, Any] = {"name": made.name}

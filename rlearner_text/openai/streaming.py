@@ -58,9 +58,13 @@ class EventStream:
     """One streamed answer; ``ending`` returns the data of the events after all choices."""
 
     def __init__(
-        self, feeds: Sequence[TokenBuffer], tasks: Sequence[asyncio.Task[AnswerChoice]], chunks: Sequence[ChoiceEvents],
-        ending: Callable[[Sequence[AnswerChoice]], list[bytes]], news: asyncio.Event,
-    ) -> None:  # fmt: skip
+        self,
+        feeds: Sequence[TokenBuffer],
+        tasks: Sequence[asyncio.Task[AnswerChoice]],
+        chunks: Sequence[ChoiceEvents],
+        ending: Callable[[Sequence[AnswerChoice]], list[bytes]],
+        news: asyncio.Event,
+    ) -> None:
         self._ending = ending
         self._open = list(zip(feeds, tasks, chunks, strict=True))
         self._choices: list[AnswerChoice] = []

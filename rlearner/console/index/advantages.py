@@ -60,7 +60,8 @@ def group_advantages(
     except (ConfigError, ValidationError, ValueError, TypeError, ArithmeticError) as error:
         return (
             None,
-            f"they cannot be computed: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            f"they cannot be computed: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}",
         )
     if group.ticket not in positions:
         return None, "the group was not selected for training (algorithm.keep_fraction)"
@@ -83,7 +84,8 @@ def _groups_of_step(
     if sum(length or 0 for _, length in rows) > MAX_STEP_BYTES:
         return (
             [],
-            f"they depend on the whole step, whose records have more than {MAX_STEP_BYTES >> 20} MiB",
+            f"they depend on the whole step, whose records have more than {MAX_STEP_BYTES >> 20} "
+            "MiB",
         )
     groups = []
     for seq, _ in rows:

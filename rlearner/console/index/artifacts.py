@@ -123,7 +123,10 @@ def _read_evaluation(
         episodes = episodes + len(tries)
         successes = successes + sum(tries)
     if episodes:
-        text = f"{policy} evaluated after step {step}: success {successes / episodes:.3f} of {episodes} episodes"
+        text = (
+            f"{policy} evaluated after step {step}: success {successes / episodes:.3f} of "
+            f"{episodes} episodes"
+        )
         _note(connection, source, status.st_mtime, step, "evaluation", text)
 
 
@@ -177,7 +180,8 @@ def _note(
 ) -> None:
     row: tuple[Any, ...] = (source.id, key, time, step, kind, text, who)
     connection.execute(
-        "INSERT INTO events (source, key, time, step, kind, text, who) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO events (source, key, time, step, kind, text, who) VALUES (?, ?, ?, ?, ?, ?, "
+        "?)",
         row,
     )
 

@@ -49,7 +49,8 @@ def _result(rows: list[tuple[Any, ...]]) -> EvaluationResult:
 
 def evaluated_tasks(connection: sqlite3.Connection, step: int, policy: str) -> list[EvaluatedTask]:
     rows = connection.execute(
-        "SELECT step, policy, number, domain, task_index, episodes, successes, reward_sum / max(episodes, 1), frames,"
+        "SELECT step, policy, number, domain, task_index, episodes, successes, reward_sum / "
+        "max(episodes, 1), frames,"
         " prompt FROM evaluated WHERE step = ? AND policy = ? ORDER BY source, number",
         (step, policy),
     )

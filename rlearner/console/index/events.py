@@ -28,7 +28,8 @@ def events(
     last = end if end is not None else float("inf")
     kind_filter = f" AND kind IN ({', '.join('?' * len(kinds))})" if kinds else ""
     noted = connection.execute(
-        f"SELECT time, step, kind, text, who FROM events WHERE time BETWEEN ? AND ?{kind_filter} ORDER BY time DESC LIMIT ?",
+        f"SELECT time, step, kind, text, who FROM events WHERE time BETWEEN ? AND ?{kind_filter} "
+        "ORDER BY time DESC LIMIT ?",
         (first, last, *kinds, newest),
     ).fetchall()
     events_list = [_noted(connection, *row) for row in noted]
@@ -80,7 +81,8 @@ def _place(connection: sqlite3.Connection, seq: int) -> tuple[int, float]:
     step began.
     """
     row = connection.execute(
-        "SELECT max(step) FROM ledger_lines WHERE ticket = 0 AND state IN ('boundary', 'summary') AND seq < ?",
+        "SELECT max(step) FROM ledger_lines WHERE ticket = 0 AND state IN ('boundary', "
+        "'summary') AND seq < ?",
         (seq,),
     ).fetchone()
     step = int(row[0]) if row[0] is not None else 0

@@ -48,7 +48,8 @@ def group(connection: sqlite3.Connection, folder: Path, ticket: int) -> GroupVie
     if not isinstance(record.message, wire.Group):
         summary = describe_record(record)
         raise UserError(
-            f"ticket {ticket} has no group: {summary.get('reason', 'malformed')}, {summary.get('detail')}"
+            f"ticket {ticket} has no group: {summary.get('reason', 'malformed')}, "
+            f"{summary.get('detail')}"
         )
     config = settings(folder)
     tokenizer, origin = _tokenizer(config, folder)

@@ -146,7 +146,8 @@ class LiveSpans:
             for event in events
         ]
         connection.executemany(
-            "INSERT OR IGNORE INTO events (source, key, time, step, kind, text, who) VALUES (0, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR IGNORE INTO events (source, key, time, step, kind, text, who) VALUES (0, "
+            "?, ?, ?, ?, ?, ?)",
             rows,
         )
         self._flushes += 1
@@ -223,7 +224,8 @@ class _Lanes:
 def _store(connection: sqlite3.Connection, lane: int, span: wire.Span) -> None:
     if not span.sample and _is_solid(span.seconds, span.end - span.start):
         old_row = connection.execute(
-            "SELECT start, end, seconds, count FROM spans WHERE start BETWEEN ? AND ? AND lane = ? AND kind = ?"
+            "SELECT start, end, seconds, count FROM spans WHERE start BETWEEN ? AND ? AND lane = "
+            "? AND kind = ?"
             " AND step = ? AND ticket = 0 ORDER BY start DESC LIMIT 1",
             (span.start - JOIN_UP_TO_S, span.start + JOIN_GAP_S, lane, span.kind, span.step),
         ).fetchone()
@@ -235,7 +237,8 @@ def _store(connection: sqlite3.Connection, lane: int, span: wire.Span) -> None:
         ):
             place = (old_row[0], lane, span.kind, old_row[1])
             connection.execute(
-                "UPDATE spans SET end = ?, seconds = ?, count = ? WHERE start = ? AND lane = ? AND kind = ?"
+                "UPDATE spans SET end = ?, seconds = ?, count = ? WHERE start = ? AND lane = ? "
+                "AND kind = ?"
                 " AND ticket = 0 AND end = ?",
                 (span.end, old_row[2] + span.seconds, old_row[3] + span.count, *place),
             )

@@ -25,7 +25,10 @@ from rlearner.console.index.texts import preview, searchable
 
 NO_END: Final = 2**62
 ROUND_BYTES: Final = 4 * 2**20  # read in one round
-_TRAJECTORY: Final = "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 'arrived', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_TRAJECTORY: Final = (
+    "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 'arrived', ?, "
+    "?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
 
 
 def update(connection: sqlite3.Connection, folder: Path) -> tuple[bool, set[int]]:
@@ -253,7 +256,8 @@ def _figures(trajectory: wire.Trajectory) -> tuple[Any, ...]:
 def read_record(connection: sqlite3.Connection, folder: Path, seq: int) -> LogRecord | None:
     """Return an archived record, None if it is not there or damaged."""
     place = connection.execute(
-        "SELECT s.name, f.offset, f.length, f.digest, f.ticket FROM frames f JOIN sources s ON s.id = f.source"
+        "SELECT s.name, f.offset, f.length, f.digest, f.ticket FROM frames f JOIN sources s ON "
+        "s.id = f.source"
         " WHERE f.seq = ? ORDER BY s.first DESC LIMIT 1",
         (seq,),
     ).fetchone()

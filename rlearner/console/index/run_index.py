@@ -119,7 +119,8 @@ class RunIndex:
         """
         with database.explained():
             read, size = self.connection.execute(
-                "SELECT total(offset), total(size) FROM sources WHERE kind IN ('steps', 'ledger', 'frames')"
+                "SELECT total(offset), total(size) FROM sources WHERE kind IN ('steps', "
+                "'ledger', 'frames')"
             ).fetchone()
             step = self.connection.execute("SELECT max(step) FROM steps").fetchone()[0]
             count = self.connection.execute(

@@ -25,8 +25,10 @@ ORDERS: Final[dict[str, tuple[str, str]]] = {  # expression, direction
     ),
 }
 _COLUMNS: Final = (
-    "t.id, t.seq, t.ordinal, t.ticket, t.episode, t.domain, t.task_index, t.step, t.state, t.reward, t.success, "
-    "t.ended, t.tokens, t.sampled, t.turns, t.oldest, t.newest, g.hub, t.servers, t.greedy, g.prompt, t.preview"
+    "t.id, t.seq, t.ordinal, t.ticket, t.episode, t.domain, t.task_index, t.step, t.state, "
+    "t.reward, t.success, "
+    "t.ended, t.tokens, t.sampled, t.turns, t.oldest, t.newest, g.hub, t.servers, t.greedy, "
+    "g.prompt, t.preview"
 )
 _FROM: Final = "FROM trajectories t"
 
@@ -70,8 +72,10 @@ def search(
     inner = ", ".join(f"{free}{column} {direction}" for column in keys)
     outer = ", ".join(f"{column} {direction}" for column in ("key", "t.seq", "t.ordinal"))
     rows = connection.execute(
-        f"SELECT key, {_COLUMNS} FROM (SELECT t.id AS found, {expression} AS key {_FROM} WHERE {condition}"
-        f" ORDER BY {inner} LIMIT ?) JOIN trajectories t ON t.id = found JOIN groups g ON g.id = t.grp"
+        f"SELECT key, {_COLUMNS} FROM (SELECT t.id AS found, {expression} AS key {_FROM} WHERE "
+        f"{condition}"
+        f" ORDER BY {inner} LIMIT ?) JOIN trajectories t ON t.id = found JOIN groups g ON g.id = "
+        "t.grp"
         f" ORDER BY {outer}",
         [*values, limit + 1],
     ).fetchall()

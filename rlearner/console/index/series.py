@@ -23,7 +23,10 @@ _OF: Final = (
     "FROM points WHERE metric = (SELECT id FROM metrics WHERE name = ?) AND step BETWEEN ? AND ?"
 )
 _ANY: Final = "SELECT 1 FROM points WHERE metric = (SELECT id FROM metrics WHERE name = ?) LIMIT 1"
-_LAST: Final = "SELECT name, (SELECT value FROM points WHERE metric = metrics.id ORDER BY step DESC LIMIT 1) FROM metrics"
+_LAST: Final = (
+    "SELECT name, (SELECT value FROM points WHERE metric = metrics.id ORDER BY step "
+    "DESC LIMIT 1) FROM metrics"
+)
 
 
 def last_values(connection: sqlite3.Connection, names: Sequence[str]) -> dict[str, float]:
@@ -103,7 +106,8 @@ def _all_points(
 
 def step_at(connection: sqlite3.Connection, time: float) -> int:
     row = connection.execute(
-        "SELECT step FROM steps WHERE time <= ? AND step >= 0 ORDER BY time DESC, step DESC LIMIT 1",
+        "SELECT step FROM steps WHERE time <= ? AND step >= 0 ORDER BY time DESC, step DESC "
+        "LIMIT 1",
         (time,),
     ).fetchone()
     return int(row[0]) if row else 0

@@ -189,7 +189,8 @@ def _reported(
 ) -> list[TimelineSpan]:
     rows = connection.execute(
         "SELECT l.name, b.kind, (b.bucket * b.width) / ? AS wide, sum(b.seconds), sum(b.count)"
-        " FROM buckets b JOIN lanes l ON l.id = b.lane WHERE b.width = ? AND b.bucket BETWEEN ? AND ?"
+        " FROM buckets b JOIN lanes l ON l.id = b.lane WHERE b.width = ? AND b.bucket BETWEEN ? "
+        "AND ?"
         " GROUP BY b.lane, b.kind, wide ORDER BY wide",
         (int(width), level, math.floor(start / level), math.floor(end / level)),
     )

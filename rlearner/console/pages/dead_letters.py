@@ -82,7 +82,8 @@ async def dead_letters_page(state: ConsoleState, run: ConsoleRun) -> None:
     if state.actions and records:
         confirm(
             button,
-            f"Delete all dead letters of run {run.name} up to number {max(records)}, also those not shown?",
+            f"Delete all dead letters of run {run.name} up to number {max(records)}, also those "
+            "not shown?",
         )
         button.on("confirmed", lambda: perform(purged, button, purge))
     page.until_gone(run.live.listen(lambda: None))

@@ -107,7 +107,10 @@ def _about(view: BrokerView) -> str:
     if view.problem:
         return ""
     reason = f" ({view.reason})" if view.reason else ""
-    return f"{len(view.processes)} processes on {view.broker}; the operator wants it {view.desired or 'running'}{reason}"
+    return (
+        f"{len(view.processes)} processes on {view.broker}; the operator wants it "
+        f"{view.desired or 'running'}{reason}"
+    )
 
 
 def process_rows(view: BrokerView) -> list[dict[str, Any]]:
@@ -119,13 +122,16 @@ def process_rows(view: BrokerView) -> list[dict[str, Any]]:
         memory = values.get("process/memory_bytes", values.get("process/rss_bytes"))
         state = "asleep" if presence.asleep else presence.state
         rows.append({
-            "key": f"{presence.role}.{presence.id}", "process": display_name(presence.role, presence.id),
+            "key": f"{presence.role}.{presence.id}", "process": display_name(presence.role,
+            presence.id),
             "state": state, "state_tone": TONES.get(presence.state, ""),
             "version": presence.policy_version if presence.policy_version >= 0 else None,
             "busy": f"{presence.running}/{presence.slots}" if presence.slots else str(presence.running), "busy_sort": presence.running,
             "waiting": presence.waiting, "speed": round(presence.speed) if presence.speed else None,
-            "idle": f"{presence.idle_ratio:.0%}" if presence.idle_ratio >= 0 else None, "idle_sort": presence.idle_ratio,
-            "memory": f"{memory / 2**20:,.0f} MiB" if memory else _memory(presence), "host": presence.host, "pid": str(presence.pid),
+            "idle": f"{presence.idle_ratio:.0%}" if presence.idle_ratio >= 0 else None,
+            "idle_sort": presence.idle_ratio,
+            "memory": f"{memory / 2**20:,.0f} MiB" if memory else _memory(presence),
+            "host": presence.host, "pid": str(presence.pid),
             "serves": f"{presence.engine}, policy {presence.policy}" if presence.role == "rollout" else ", ".join(presence.serves),
             "trouble": visible(presence.problem or presence.said) or None,
             "trouble_tone": "bad" if presence.problem or " ERROR " in presence.said else "warn" if presence.said else "",
@@ -177,16 +183,21 @@ def flow_parts(run: ConsoleRun, view: BrokerView) -> list[dict[str, Any]]:
     arrived = values.get("queue/samples/depth")
     return [
         {"key": "learner", "node": "learner", "lines": [version, tickets]},
-        {"key": "tickets", "edge": "tickets", "count": waiting("tickets"), "title": "waiting for a hub"},
+        {"key": "tickets", "edge": "tickets", "count": waiting("tickets"), "title": "waiting for "
+            "a hub"},
         {"key": "envhub", "node": "environment hubs", "lines": several("envhub", "slots")},
         {"key": "generate", "edge": "requests", "both": True, "title": "waiting in the servers",
-         "count": sum(presence.waiting for presence in by_role.get("rollout", [])) if view.processes else None},
+         "count": sum(presence.waiting for presence in by_role.get("rollout",
+         [])) if view.processes else None},
         {"key": "rollout", "node": "rollout servers", "lines": servers},
-        {"key": "episodes", "edge": "episodes", "count": waiting("episodes"), "title": "waiting for a reward hub"},
+        {"key": "episodes", "edge": "episodes", "count": waiting("episodes"), "title": "waiting "
+            "for a reward hub"},
         {"key": "rewardhub", "node": "reward hubs", "lines": several("rewardhub", "groups")},
-        {"key": "samples", "edge": "samples", "count": int(arrived) if arrived is not None else waiting("samples"),
+        {"key": "samples", "edge": "samples",
+        "count": int(arrived) if arrived is not None else waiting("samples"),
          "title": "in the log, kept until a checkpoint covers them"},
-        {"key": "back", "node": "learner", "lines": [learner_step(learner), f"dead letters {waiting('dead') or 0}"]},
+        {"key": "back", "node": "learner", "lines": [learner_step(learner), "dead letters "
+            f"{waiting('dead') or 0}"]},
     ]  # fmt: skip
 
 

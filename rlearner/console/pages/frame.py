@@ -26,14 +26,19 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TABS: Final = (
-    ("", "Overview"), ("timeline", "Timeline"), ("fleet", "Fleet"), ("trajectories", "Trajectories"),
+    ("", "Overview"), ("timeline", "Timeline"), ("fleet", "Fleet"), ("trajectories",
+    "Trajectories"),
     ("dead-letters", "Dead letters"), ("actions", "Actions"),
 )  # fmt: skip
 SHORTCUTS: Final = (
-    ("1", "runs"), ("2 … 7", "the tabs of a run, from the left"), ("/", "search"), ("t", "dark or light"),
-    ("?", "this list"), ("Tab, Enter", "links and buttons; the first Tab offers to skip to the content"),
-    ("← → Home End", "chart: along the steps; episode: from token to token; timeline: earlier, later"),
-    ("+ − f", "on the timeline: zoom in, out, whole run"), ("Esc", "leave a search field, end a zoom"),
+    ("1", "runs"), ("2 … 7", "the tabs of a run, from the left"), ("/", "search"), ("t",
+    "dark or light"),
+    ("?", "this list"), ("Tab, Enter", "links and buttons; the first Tab offers to skip to the "
+        "content"),
+    ("← → Home End", "chart: along the steps; episode: from token to token; timeline: earlier, "
+        "later"),
+    ("+ − f", "on the timeline: zoom in, out, whole run"), ("Esc", "leave a search field, end a "
+        "zoom"),
 )  # fmt: skip
 HEAD: Final = (
     '<link rel="stylesheet" href="/assets/console.css"><script src="/assets/console.js"></script>'
@@ -204,7 +209,8 @@ def index_lines(run: ConsoleRun) -> list[tuple[str, str]]:
         )
         lines.append(
             (
-                f"the index of this run is {activity}: {status.done:.0%}; until then not everything is shown",
+                f"the index of this run is {activity}: {status.done:.0%}; until then not "
+                "everything is shown",
                 "info",
             )
         )

@@ -89,7 +89,8 @@ def _group(view: GroupView, colour: str, episode: str) -> None:
         count += tokens
         if count > MAX_TOKENS and episodes:
             banner(
-                f"{len(selected_trajectories) - len(episodes)} more episodes are not shown; add ?episode=N to the address"
+                f"{len(selected_trajectories) - len(episodes)} more episodes are not shown; add "
+                "?episode=N to the address"
             )
             break
         episodes.append(plain)

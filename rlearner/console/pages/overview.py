@@ -44,7 +44,8 @@ CURVES: Final[tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...]] = (
     ("Response length in tokens", ("response_length/mean", "response_length/max"), {"low": 0}),
 )
 SHOWN: Final = (
-    ("reward", "reward/mean", ""), ("success", "env/success_rate", ""), ("staleness", "staleness/max", "largest"),
+    ("reward", "reward/mean", ""), ("success", "env/success_rate", ""), ("staleness",
+    "staleness/max", "largest"),
     ("learner idle", "trainer/idle_ratio", ""), ("generator idle", "rollouter/idle_ratio", ""),
     ("tokens/s", "perf/tokens_per_s", ""), ("entropy", "actor/entropy", ""),
 )  # fmt: skip
@@ -76,7 +77,8 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
             queries.metric_names(),
         ),
     )
-    lines_by_name, events, results, last, metrics = await ask(question) or ({}, [], [], {}, [])  # fmt: skip
+    lines_by_name, events, results, last, metrics = await ask(question) or ({}, [], [], {},
+    [])  # fmt: skip
     with frame(state, "Overview", run.name, "") as banners:
         refresh_banners = index_banners(run, banners)
         with tag("div", classes="head"):
@@ -115,7 +117,8 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
             tag("h2", "Events")
             columns: list[dict[str, Any]] = [
                 {"key": "when", "title": "when"}, {"key": "step", "title": "step", "n": True},
-                {"key": "kind", "title": "kind", "kind": "pill"}, {"key": "text", "title": "what", "wrap": True},
+                {"key": "kind", "title": "kind", "kind": "pill"}, {"key": "text", "title": "what",
+                "wrap": True},
             ]  # fmt: skip
             list_of_events = Grid("events", columns, _event_rows(events), empty="no events yet")
         notes = run.follower.status().notes
@@ -190,9 +193,13 @@ def _subtitle(run: ConsoleRun) -> str:
 
 
 def _curve(
-    curves: list[Curve], title: str, names: tuple[str, ...], bounds: dict[str, Any], lines: dict[str, Series],
+    curves: list[Curve],
+    title: str,
+    names: tuple[str, ...],
+    bounds: dict[str, Any],
+    lines: dict[str, Series],
     marks: list[dict[str, Any]],
-) -> None:  # fmt: skip
+) -> None:
     present_names = tuple(name for name in names if name in lines) or names[:1]
     with tag("section", classes="panel"):
         curves.append(
@@ -328,8 +335,10 @@ def _event_rows(events: list[Event]) -> list[dict[str, Any]]:
         )
         author = f"{event.who}: " if event.who and event.who not in event.text else ""
         rows.append({
-            "key": f"{event.time} {event.kind} {event.text}", "when": ("≈ " if event.approximate else "") + time_text,
-            "step": event.step if event.step >= 0 else None, "kind": event.kind, "kind_tone": tones.get(event.kind, ""),
+            "key": f"{event.time} {event.kind} {event.text}",
+            "when": ("≈ " if event.approximate else "") + time_text,
+            "step": event.step if event.step >= 0 else None, "kind": event.kind,
+            "kind_tone": tones.get(event.kind, ""),
             "text": f"{author}{event.text}",
         })  # fmt: skip
     return rows

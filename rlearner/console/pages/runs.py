@@ -29,7 +29,8 @@ POINTS: Final = 800
 REFRESH_S: Final = 5.0
 FIRST_S: Final = 3.0  # after which a live run was heard
 TONES: Final = {
-    "training": "live", "starting": "warn", "finished": "good", "broker away": "warn", "unreadable": "bad",
+    "training": "live", "starting": "warn", "finished": "good", "broker away": "warn",
+    "unreadable": "bad",
 }  # fmt: skip
 COLUMNS: Final[list[dict[str, Any]]] = [
     {"key": "pick", "title": "", "kind": "pick", "sort": False},
@@ -67,7 +68,8 @@ async def runs_page(state: ConsoleState, compare: str, metric: str) -> None:
             field = tag("input", classes="in", **search)
             field.on(
                 "input",
-                js_handler="(e) => dispatchEvent(new CustomEvent('grid-filter', {detail: e.target.value}))",
+                js_handler="(e) => dispatchEvent(new CustomEvent('grid-filter', {detail: "
+                "e.target.value}))",
             )
         with tag("div", classes="panel"):
             table_rows = _rows(rows, compared)

@@ -14,12 +14,15 @@ from rlearner.console.state import ConsoleRun, ConsoleState
 
 LIMIT: Final = 50
 ORDERS: Final = {
-    "newest": "newest first", "oldest": "oldest first", "reward_high": "highest reward", "reward_low": "lowest reward",
+    "newest": "newest first", "oldest": "oldest first", "reward_high": "highest reward",
+    "reward_low": "lowest reward",
     "longest": "longest", "shortest": "shortest", "most_turns": "most turns", "stalest": "stalest",
 }  # fmt: skip
 NUMBERS: Final = (
-    ("min_step", "from step", int), ("max_step", "to step", int), ("min_reward", "reward from", float),
-    ("max_reward", "reward to", float), ("min_version", "version from", int), ("max_version", "version to", int),
+    ("min_step", "from step", int), ("max_step", "to step", int), ("min_reward", "reward from",
+    float),
+    ("max_reward", "reward to", float), ("min_version", "version from", int), ("max_version",
+    "version to", int),
     ("ticket", "ticket", int),
 )  # fmt: skip
 STATES: Final = ("trained", "filtered", "dropped", "dead", "arrived", "duplicate")
@@ -104,7 +107,8 @@ def rows_of(run: ConsoleRun, page: TrajectoryPage) -> list[dict[str, Any]]:
         {
             "key": str(row.id), "what": f"{row.ticket} / {row.episode}",
             "what_href": f"{link('run', run.name, 'group', row.ticket)}#episode-{row.episode}",
-            "what_sort": row.seq * 1000 + row.ordinal, "step": row.step or None, "domain": row.domain,
+            "what_sort": row.seq * 1000 + row.ordinal, "step": row.step or None,
+            "domain": row.domain,
             "reward": row.reward,
             "solved": "yes" if row.success else "no", "solved_tone": "good" if row.success else "",
             "turns": row.turns, "tokens": row.sampled, "state": row.state, "end": row.end,
