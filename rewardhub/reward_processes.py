@@ -90,7 +90,7 @@ class RewardProcess:
 
     async def ask(
         self,
-        what: protocol.LoadRewardRequest | protocol.ScoreRequest,
+        request: protocol.LoadRewardRequest | protocol.ScoreRequest,
         timeout_s: float,
         name: str = "",
     ) -> protocol.ScoreReply | protocol.ScoreFailureReply:
@@ -114,8 +114,8 @@ class RewardProcess:
         )
         self._open[number] = answer
         try:
-            self._send(protocol.NumberedRequest(number, what))
-            return await answer_within(_wait(answer), self.child.pid, timeout_s, name)
+            self._send(protocol.NumberedRequest(number, request))
+            return await answer_within(_await_value(answer), self.child.pid, timeout_s, name)
         except OutOfTime:
             if self._heard < asked_at:
                 self.kill(f"was killed: it answered nothing for {timeout_s:g} s")
@@ -151,7 +151,7 @@ class RewardProcess:
                 message = protocol.decode_numbered_reply(await reader.readexactly(size))
                 self._heard = time.monotonic()
                 if (answer := self._open.get(message.number)) is not None and not answer.done():
-                    answer.set_result(message.what)
+                    answer.set_result(message.content)
         except (asyncio.IncompleteReadError, ConnectionError):
             cause = limits.how_ended(await asyncio.to_thread(self.child.wait))
         except msgspec.DecodeError as error:
@@ -232,7 +232,9 @@ class RewardProcesses:
     ) -> protocol.ScoreReply | protocol.ScoreFailureReply:
         self.num_busy += 1
         try:
-            index = min(range(len(kind.processes)), key=lambda one: _load(kind.processes[one]))
+            index = min(
+                range(len(kind.processes)), key=lambda place: _process_load(kind.processes[place])
+            )
             process = await self._process(kind, index)
             return await process.ask(
                 protocol.ScoreRequest(reward.name, reward.args, sample), kind.timeout_s
@@ -328,7 +330,9 @@ class RewardProcesses:
             return process
 
 
-async def _wait(answer: asyncio.Future[protocol.ScoreReply | protocol.ScoreFailureReply]) -> Any:
+async def _await_value(
+    answer: asyncio.Future[protocol.ScoreReply | protocol.ScoreFailureReply],
+) -> Any:
     return await answer
 
 
@@ -339,5 +343,5 @@ def kind_key(reward: RewardConfig) -> str:
     return json.dumps([reward.name, reward.args], sort_keys=True)
 
 
-def _load(process: RewardProcess | None) -> int:
+def _process_load(process: RewardProcess | None) -> int:
     return 0 if process is None else process.num_open

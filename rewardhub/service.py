@@ -104,7 +104,9 @@ class RewardhubService:
         if pools and kinds:
             raise UserError("--pools and --rewards exclude each other; give one of them")
         self._chosen = list(pools), list(kinds)
-        self.pools = _serving(all_pools(self.domains), pools or pools_of_kinds(self.domains, kinds))
+        self.pools = _select_pools(
+            all_pools(self.domains), pools or pools_of_kinds(self.domains, kinds)
+        )
         self.workers = ScoreDispatcher(
             self._rewards(),
             num_workers=num_workers or self.settings.workers,
@@ -226,7 +228,7 @@ class RewardhubService:
         job = self._jobs[delivery.seq] = _Job(pool, delivery)
         task = job.task = asyncio.create_task(self._work(job))
         self._tasks.add(task)
-        task.add_done_callback(lambda done: self._done(delivery.seq, done))
+        task.add_done_callback(lambda task: self._done(delivery.seq, task))
 
     def _done(self, seq: int, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -424,7 +426,7 @@ class RewardhubService:
         }
 
 
-def _serving(known_pools: Sequence[str], wanted_pools: Sequence[str]) -> list[str]:
+def _select_pools(known_pools: Sequence[str], wanted_pools: Sequence[str]) -> list[str]:
     for pool in wanted_pools:
         if pool not in known_pools:
             raise UserError(

@@ -65,7 +65,7 @@ class RewardWorker:
             return protocol.ScoreFailureReply(
                 f"{request.name}: {fault.told(error)}",
                 retry=True,
-                spent=is_spent,
+                is_spent=is_spent,
                 trace=fault.trace(error),
             )
 
@@ -79,13 +79,13 @@ class RewardWorker:
         try:
             value = reward(sample)
             if inspect.isawaitable(value):
-                value = self._loop.run(_wait(value))
+                value = self._loop.run(_await_value(value))
         except ResponseFault as response:
             return score_of_fault(response)
         return check_scored(value)
 
 
-async def _wait(value: Awaitable[object]) -> object:
+async def _await_value(value: Awaitable[object]) -> object:
     return await value
 
 

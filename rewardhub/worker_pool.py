@@ -197,27 +197,27 @@ class RewardWorkerPool:
             self._rewards = list(rewards)
 
     async def start(self) -> None:
-        """Start all workers, with growing patience.
+        """Start all workers, with a longer time limit at each attempt.
 
         Raises:
             UserError: if a reward cannot be loaded here, or no process can be started.
         """
-        for attempt, (patience_s, next_s) in enumerate(itertools.pairwise((*START_S, 0.0)), 1):
+        for attempt, (within_s, next_s) in enumerate(itertools.pairwise((*START_S, 0.0)), 1):
             try:
-                await self._start_all(patience_s)
+                await self._start_all(within_s)
                 return
             except _SlowStartError as error:
                 if not next_s:
                     raise UserError(f"{error}; {attempt} attempts failed") from None
                 log.warning("%s; trying again with %g s", error, next_s)
 
-    async def _start_all(self, patience_s: float) -> None:
+    async def _start_all(self, within_s: float) -> None:
         places = [self._free.get_nowait() for _ in range(self._free.qsize())]
-        starting = (self._keep_or_start(worker, patience_s) for worker in places)
-        started = await asyncio.gather(*starting, return_exceptions=True)
-        for worker in started:
+        starting = (self._keep_or_start(worker, within_s) for worker in places)
+        results = await asyncio.gather(*starting, return_exceptions=True)
+        for worker in results:
             self._free.put_nowait(worker if isinstance(worker, RewardWorkerProcess) else None)
-        for error in started:
+        for error in results:
             if isinstance(error, _SlowStartError):
                 raise error
             if isinstance(error, NoWorkerError):
@@ -226,9 +226,9 @@ class RewardWorkerPool:
                 raise error
 
     async def _keep_or_start(
-        self, worker: RewardWorkerProcess | None, patience_s: float
+        self, worker: RewardWorkerProcess | None, within_s: float
     ) -> RewardWorkerProcess:
-        return worker or await self._start_one(patience_s)
+        return worker or await self._start_one(within_s)
 
     async def score(self, reward: RewardConfig, sample: Sample) -> Scored:
         """Return the reward of one sample, from the next free worker.
@@ -264,7 +264,7 @@ class RewardWorkerPool:
             except asyncio.CancelledError:
                 await self._bury(healthy)  # it still computes
                 raise
-            if answer.spent:
+            if answer.is_spent:
                 await self._bury(healthy)
             else:
                 worker = healthy
@@ -292,7 +292,7 @@ class RewardWorkerPool:
                 if worker.base_mib:
                     worker.weigh(memory_mib)
 
-    async def _start_one(self, patience_s: float = START_S[-1]) -> RewardWorkerProcess:
+    async def _start_one(self, within_s: float = START_S[-1]) -> RewardWorkerProcess:
         self._output = self._output or WorkerOutput("a reward")
         if self._watching is None and self._memory_mib is not None:
             self._watching = asyncio.create_task(self._watch(self._memory_mib))
@@ -308,7 +308,7 @@ class RewardWorkerPool:
         try:
             for reward in rewards:
                 loading_it = protocol.LoadRewardRequest(reward.name, reward.args)
-                answer = await worker.ask(loading_it, patience_s, f"loading reward {reward.name}")
+                answer = await worker.ask(loading_it, within_s, f"loading reward {reward.name}")
                 if isinstance(answer, protocol.ScoreFailureReply):
                     raise NoWorkerError(answer.detail)
         except OutOfTime as error:

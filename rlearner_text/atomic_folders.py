@@ -48,7 +48,7 @@ def finish_folder(work: Path, target: str | Path) -> None:
     """Rename a synced folder to ``target``, durably."""
     final = Path(target).absolute()
     if final.exists():
-        _swap(work, final)
+        _swap_folders(work, final)
     else:
         replace(work, final)
 
@@ -63,7 +63,7 @@ def remove_folder(folder: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _swap(work: Path, final: Path) -> None:
+def _swap_folders(work: Path, final: Path) -> None:
     try:
         exchange(work, final)
     except OSError:  # the file system cannot

@@ -50,7 +50,7 @@ class _GenerationBlocks(Extension):
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
-def _refuse(message: str) -> NoReturn:
+def _refuse_template(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
@@ -67,13 +67,13 @@ def _to_json(
     )
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _build_environment() -> ImmutableSandboxedEnvironment:
     extensions = [_GenerationBlocks, loopcontrols]
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=extensions
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
+    environment.globals["raise_exception"] = _refuse_template
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment
 
@@ -95,7 +95,7 @@ class ChatTemplate:
         self._tokens = dict(special_tokens)
         self._error = error
         try:
-            self._template = _environment().from_string(source)
+            self._template = _build_environment().from_string(source)
         except jinja2.TemplateError as problem:
             raise error(f"does not parse: {problem}") from None
 
@@ -118,10 +118,12 @@ class ChatTemplate:
             )
         except Exception as error:  # noqa: BLE001 - a template's code can raise anything
             roles = ", ".join(message["role"] for message in messages)
-            raise self._error(f"rejects messages of the roles {roles}: {_told(error)}") from None
+            raise self._error(
+                f"rejects messages of the roles {roles}: {_describe_error(error)}"
+            ) from None
 
 
-def _told(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return (
         str(error)
         if isinstance(error, jinja2.TemplateError)

@@ -81,7 +81,7 @@ class GuideCompiler:
             own = self._own
         matcher = LLMatcher(own, grammar, log_level=0)
         if matcher.is_error():
-            raise GuideError(_line(matcher.get_error()))
+            raise GuideError(_single_line(matcher.get_error()))
         return GuideMatcher(matcher, self._size)
 
     def grammar(self, guides: Sequence[wire.Guide]) -> str:
@@ -179,7 +179,7 @@ class GuideMatcher:
         """
         bits: Any = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise GuideError(_line(self._matcher.get_error()))
+            raise GuideError(_single_line(self._matcher.get_error()))
         return np.unpackbits(bits, bitorder="little")[: self._size].astype(bool)
 
     def take(self, token: int) -> bool:
@@ -187,7 +187,7 @@ class GuideMatcher:
         return self._matcher.consume_token(token)
 
 
-def _line(error: str) -> str:
+def _single_line(error: str) -> str:
     """Return llguidance's error without the grammar that it quotes."""
     lines = [line.strip() for line in error.splitlines() if " | " not in line]
     message = " ".join(line for line in lines if not line.startswith("^"))

@@ -73,7 +73,7 @@ def tokenizer_folder(path: str, key: str = "model.path") -> Path:
         if not folder.is_dir():
             raise ConfigError(key, path, f"no such folder; {_EXPECTED}")
         return folder
-    return Path(_download(path, key, TOKENIZER_FILES))
+    return Path(_download_files(path, key, TOKENIZER_FILES))
 
 
 def model_folder(path: str, key: str = "model.path", *, trust_remote_code: bool = False) -> str:
@@ -91,14 +91,14 @@ def model_folder(path: str, key: str = "model.path", *, trust_remote_code: bool 
         return str(Path(path).expanduser())
     check_trust(path, key, trust_remote_code=trust_remote_code)
     code = ("*.py",) if trust_remote_code else ()
-    return _download(path, key, (*TOKENIZER_FILES, "*.safetensors", "*.json", *code))
+    return _download_files(path, key, (*TOKENIZER_FILES, "*.safetensors", "*.json", *code))
 
 
 def check_model(path: str, key: str) -> None:
     """See ``rlearner_text.config.check_model_path``."""
     _refuse_file(path, key)
     if not is_local(path):
-        read_json(Path(_download(path, key, ("config.json",))) / "config.json", path, key)
+        read_json(Path(_download_files(path, key, ("config.json",))) / "config.json", path, key)
         return
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -234,7 +234,7 @@ def read_json(file: Path, path: str, key: str, *, missing_ok: bool = False) -> d
     return value
 
 
-def _download(name: str, key: str, patterns: tuple[str, ...]) -> str:
+def _download_files(name: str, key: str, patterns: tuple[str, ...]) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 

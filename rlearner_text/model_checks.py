@@ -53,7 +53,7 @@ _TEXT_TOKENS: Final = (
     "mask_token",
 )
 _SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_SHOWN: Final = 3
+_MAX_LISTED: Final = 3
 
 
 @dataclass(frozen=True)
@@ -175,7 +175,7 @@ def check_type(files: ModelFiles, *, trust_remote_code: bool) -> None:
     if has_code and trust_remote_code:
         return
     problem = (
-        f"transformers {_version('transformers')} does not know the model_type {name!r} of "
+        f"transformers {_package_version('transformers')} does not know the model_type {name!r} of "
         "its config.json"
     )
     remedy = (
@@ -370,7 +370,7 @@ def _media_tokens(config: Mapping[str, Any]) -> set[str]:
     }
 
 
-def _version(package: str) -> str:
+def _package_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:

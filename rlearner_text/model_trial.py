@@ -65,7 +65,7 @@ def try_model(
     Raises:
         ConfigError: if it exceeds the limits or crashes.
     """
-    passed = _passed_models() / _digest(folder, chat_template)
+    passed = _passed_models() / _model_digest(folder, chat_template)
     if passed.exists():
         return
     order = json.dumps({"folder": str(folder), "template": chat_template, "cpu_s": CPU_S})
@@ -83,7 +83,7 @@ def try_model(
             errors="replace",
             timeout=WITHIN_S,
         )
-        problem = _problem(ended_process.returncode, ended_process.stderr)
+        problem = _describe_end(ended_process.returncode, ended_process.stderr)
     except subprocess.TimeoutExpired:
         problem = f"did not end within {WITHIN_S:g} s"
     if problem:
@@ -94,7 +94,7 @@ def try_model(
         passed.touch()
 
 
-def _problem(exit_code: int, output: str) -> str:
+def _describe_end(exit_code: int, output: str) -> str:
     if exit_code == 0:
         return ""
     if exit_code in (-signal.SIGXCPU, -signal.SIGKILL):
@@ -121,7 +121,7 @@ def _passed_models() -> Path:
         return Path("/nonexistent")
 
 
-def _digest(folder: Path, template: str | None) -> str:
+def _model_digest(folder: Path, template: str | None) -> str:
     hashed = sha256(repr(template).encode())
     for package in ("tokenizers", "jinja2"):
         hashed.update(f"{package} {importlib.metadata.version(package)}\n".encode())
@@ -137,13 +137,13 @@ def _digest(folder: Path, template: str | None) -> str:
 # in the child
 
 
-def _limit(cpu_s: int) -> None:
+def _set_limits(cpu_s: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
 
 
-def _chats() -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+def _probe_chats() -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
     """Return conversations of all shapes that a run renders, with their tools."""
     user = {"role": "user", "content": "question"}
     assistant = {"role": "assistant", "content": "answer"}
@@ -170,13 +170,13 @@ def _chats() -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
     ]
 
 
-def _try(folder: Path, template: str | None) -> None:
+def _try_tokenizer(folder: Path, template: str | None) -> None:
     from rlearner_text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(folder, str(folder), chat_template=template)
     for text in _TEXTS:
         tokenizer.decode(tokenizer.encode(tokenizer.shield(text)))
-    for chat, tools in _chats():
+    for chat, tools in _probe_chats():
         for is_prompt in (True, False):
             try:
                 tokenizer.encode(
@@ -187,13 +187,13 @@ def _try(folder: Path, template: str | None) -> None:
                     raise error.__context__ from None
 
 
-def _main() -> int:
+def _run_trial() -> int:
     from rlearner_text.tokenizer import TokenizerError
 
     order = json.load(sys.stdin)
-    _limit(order["cpu_s"])
+    _set_limits(order["cpu_s"])
     try:
-        _try(Path(order["folder"]), order["template"])
+        _try_tokenizer(Path(order["folder"]), order["template"])
     except MemoryError:
         return OUT_OF_MEMORY
     except TokenizerError as error:
@@ -205,4 +205,4 @@ def _main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(_run_trial())

@@ -40,22 +40,22 @@ _VERBS: Final = (
     "weighed",
 )  # fmt: skip
 _OBJECTS: Final = (
-    "wooden chairs", "letters from the archive", "red apples", "broken clocks", "maps of the "
-        "coast", "warm coats",
+    "wooden chairs", "letters from the archive", "red apples", "broken clocks", "maps of the coast",
+    "warm coats",
     "bottles of ink", "short stories", "bicycles", "train tickets", "jars of honey", "glass lamps",
     "garden tools",
-    "pairs of shoes", "loaves of bread", "old coins", "notebooks", "silver spoons", "packets of "
-        "seeds",
+    "pairs of shoes", "loaves of bread", "old coins", "notebooks", "silver spoons",
+    "packets of seeds",
 )  # fmt: skip
 _PLACES: Final = (
-    "near the harbour", "in the library", "behind the station", "at the market", "across the "
-        "river", "on the hill",
+    "near the harbour", "in the library", "behind the station", "at the market", "across the river",
+    "on the hill",
     "in a small village", "under the bridge", "beside the school", "at the edge of the forest",
     "in the kitchen",
 )  # fmt: skip
 _ENDINGS: Final = (
-    "because winter was early.", "before anyone noticed.", "and the price was fair.", "while it "
-        "was raining.",
+    "because winter was early.", "before anyone noticed.", "and the price was fair.",
+    "while it was raining.",
     "which surprised nobody.", "although the road was closed.", "so the meeting ended at noon.",
 )  # fmt: skip
 
@@ -67,13 +67,13 @@ def switch_lengths(model_config: Mapping[str, Any]) -> tuple[int, ...]:
         model_config: of the text model with the defaults of its class:
             ``config.get_text_config().to_dict()``.
     """
-    return tuple(sorted(set(_switches(model_config))))
+    return tuple(sorted(set(_find_switches(model_config))))
 
 
-def _switches(settings: Mapping[str, Any]) -> Iterator[int]:
+def _find_switches(settings: Mapping[str, Any]) -> Iterator[int]:
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            yield from _switches(value)
+            yield from _find_switches(value)
         elif not isinstance(value, int) or isinstance(value, bool) or value < 2:
             continue
         elif name == _ORIGINAL:
@@ -121,7 +121,7 @@ def probe_tokens(
     length = probe_length(model_config, max_context)
     ids: list[int] = []
     if tokenizer is not None:
-        sentences = _sentences(start)
+        sentences = _make_sentences(start)
         while len(ids) < length:
             paragraph = " ".join(itertools.islice(sentences, 8)) + "\n"
             piece = [token for token in tokenizer.encode(paragraph) if token < vocab_size]
@@ -133,13 +133,15 @@ def probe_tokens(
     return ids[:length]
 
 
-def _sentences(start: int) -> Iterator[str]:
-    """Yield sentences without end; the words' numbers share no factor, so combinations repeat late."""
+def _make_sentences(start: int) -> Iterator[str]:
+    """Yield sentences without end.
+
+    The factors share no divisor with the numbers of words, so combinations repeat late.
+    """
     for n in itertools.count(start):
         subject = _SUBJECTS[n * 5 % len(_SUBJECTS)]
         verb = _VERBS[n * 7 % len(_VERBS)]
         thing = _OBJECTS[n * 4 % len(_OBJECTS)]
         place = _PLACES[n * 3 % len(_PLACES)]
-        yield (
-            f"{subject} {verb} {n * 37 % 89 + 2} {thing} {place} {_ENDINGS[n * 2 % len(_ENDINGS)]}"
-        )
+        ending = _ENDINGS[n * 2 % len(_ENDINGS)]
+        yield f"{subject} {verb} {n * 37 % 89 + 2} {thing} {place} {ending}"

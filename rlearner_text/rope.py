@@ -41,7 +41,8 @@ def fix_rope(model: torch.nn.Module, max_context: int) -> tuple[str, ...]:
                 if kind in _CHANGING:
                     _fix_frequencies(module, kind, max_context, layer_type)
                     kinds.add(kind)
-            module.rope_type = {  # type: ignore[assignment]  # an attribute of transformers, no tensor
+            # An attribute of transformers, no tensor.
+            module.rope_type = {  # type: ignore[assignment]
                 layer_type: FIXED if kind in _CHANGING else kind
                 for layer_type, kind in rope_type.items()
             }

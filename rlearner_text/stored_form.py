@@ -18,14 +18,17 @@ View = tuple[str, list[int], list[int], int]
 
 
 def use_conversions(
-    module: Any, stored: Collection[str], names: Collection[str], untrained: Collection[str] = ()
+    module: Any,
+    stored_names: Collection[str],
+    names: Collection[str],
+    untrained: Collection[str] = (),
 ) -> list[str]:
     """Have transformers save a model under the names of some files, as if it had been loaded from
     them.
 
     Args:
         module: a transformers model, which may be on the meta device, empty or sharded.
-        stored: names in the files.
+        stored_names: names in the files.
         names: of the model's tensors, tied ones under each of their names.
         untrained: those of the names that never change.
 
@@ -44,7 +47,7 @@ def use_conversions(
     own = dict.fromkeys(names, True)
     unchanged = frozenset(untrained)
     selected = []
-    for name in stored:
+    for name in stored_names:
         renamed, _ = rename_source_key(name, renamings, converters, prefix, own)
         if renamed not in own:  # then it is not to be renamed, or not held at all
             renamed = rename_source_key(name, [], [], prefix, own)[0]

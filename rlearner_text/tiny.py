@@ -114,7 +114,7 @@ def check_tiny(tiny: TinyModel) -> None:
 
 
 def _write_tokenizer(folder: Path, tiny: TinyModel) -> None:
-    tokenizer = _chars(tiny.words) if tiny.vocab == "chars" else _bpe(tiny)
+    tokenizer = _character_tokenizer(tiny.words) if tiny.vocab == "chars" else _bpe_tokenizer(tiny)
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -132,7 +132,7 @@ def _write_tokenizer(folder: Path, tiny: TinyModel) -> None:
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-def _chars(words: Sequence[str]) -> tokenizers.Tokenizer:
+def _character_tokenizer(words: Sequence[str]) -> tokenizers.Tokenizer:
     # A BPE without merges makes every character a token and maps others to the unknown token.
     vocab = {token: index for index, token in enumerate((*_CHARS_SPECIAL, *CHARACTERS))}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
@@ -147,7 +147,7 @@ def _chars(words: Sequence[str]) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _bpe(tiny: TinyModel) -> tokenizers.Tokenizer:
+def _bpe_tokenizer(tiny: TinyModel) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

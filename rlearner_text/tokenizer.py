@@ -40,7 +40,7 @@ JOINED_TOKENS: Final = 64  # the most by which a text has fewer tokens than its 
 # tokens; decoded short texts are cached, because the answers of many episodes repeat
 _SHORT: Final = 16
 _SHORT_KEPT: Final = 4096
-_SHOWN: Final = 40  # characters of a template in error messages
+_MAX_LISTED: Final = 40  # characters of a template in error messages
 _TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _NAMED_TOKENS: Final = (
     "bos_token",
@@ -403,4 +403,4 @@ def _named_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> dict[s
 
 def _first_words(template: str) -> str:
     words = " ".join(template.split())
-    return words if len(words) <= _SHOWN else f"{words[:_SHOWN]}…"
+    return words if len(words) <= _MAX_LISTED else f"{words[:_MAX_LISTED]}…"

@@ -102,7 +102,7 @@ def check_scored(value: object) -> Scored:
     """
     if isinstance(value, Scored):
         return Scored(
-            check_value(value.value), _numbers(value.notes, "note") if value.notes else {}
+            check_value(value.value), _check_numbers(value.notes, "note") if value.notes else {}
         )
     return Scored(check_value(value))
 
@@ -124,14 +124,14 @@ def check_value(value: object) -> Value:
             numbers.
     """
     if isinstance(value, Mapping):
-        return _numbers(value, "part")
-    return _number(value, "the reward")
+        return _check_numbers(value, "part")
+    return _check_number(value, "the reward")
 
 
-def _numbers(value: Mapping[Any, object], noun: str) -> dict[str, float]:
+def _check_numbers(value: Mapping[Any, object], noun: str) -> dict[str, float]:
     if not value or not all(isinstance(name, str) and name for name in value):
         raise InvalidScoreError(
-            f"a reward of {noun}s needs a name for each {noun}, got {_show(value)}"
+            f"a reward of {noun}s needs a name for each {noun}, got {_format_value(value)}"
         )
     if len(value) > MAX_PARTS or any(
         len(name) > NAME_CHARS or not name.isprintable() for name in value
@@ -141,22 +141,22 @@ def _numbers(value: Mapping[Any, object], noun: str) -> dict[str, float]:
             f"{NAME_CHARS} characters"
         )
         raise InvalidScoreError(reason)
-    return {name: _number(part, f"{noun} {name!r}") for name, part in value.items()}
+    return {name: _check_number(part, f"{noun} {name!r}") for name, part in value.items()}
 
 
-def _number(value: object, noun: str) -> float:
+def _check_number(value: object, noun: str) -> float:
     # Scalars of numpy and torch are numbers; strings are not, although float() parses them.
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise InvalidScoreError(f"{noun} must be a number, got {_show(value)}")
+        raise InvalidScoreError(f"{noun} must be a number, got {_format_value(value)}")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise InvalidScoreError(f"{noun} must be a number, got {_show(value)}") from None
+        raise InvalidScoreError(f"{noun} must be a number, got {_format_value(value)}") from None
     if not math.isfinite(number):
         raise InvalidScoreError(f"{noun} must be finite, got {number}")
     return number
 
 
-def _show(value: object) -> str:
+def _format_value(value: object) -> str:
     text = " ".join(repr(value).split())
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

@@ -1,7 +1,7 @@
 """Runs the program in the last fenced block of a response against tests, in a sandbox.
 
     rewards: [{name: code, args: {timeout_s: 20, cpu_s: 4}}]
-    python -m rewardhub.rewards.code train.jsonl --tests tests      # are the tests of all rows well formed?
+    python -m rewardhub.rewards.code train.jsonl --tests tests  # are all rows' tests well formed?
 
 ``rewardhub.rewards.code_tests`` describes the forms of tests; asserts and test files take a second
 process. ``timeout_s`` must be below ``rewardhub.timeout_s``, because the hub treats a late score as

@@ -49,9 +49,9 @@ TEMPLATE: Final = """Judge how well the response answers the question.
 [Response]
 {response}
 
-Say in a sentence or two what is right and wrong about it. End with a line `Score: N`, where N is a \
-number from {low} to {high}."""
-AGAIN: Final = (
+Say in a sentence or two what is right and wrong about it. End with a line `Score: N`, where N is \
+a number from {low} to {high}."""
+REPEATED_REQUEST: Final = (
     "That holds no line `Score: N` with a number N from {low} to {high}. Answer with "
     "that line alone."
 )
@@ -67,7 +67,7 @@ def _has_response(value: str) -> str:
     return value
 
 
-def _pattern(value: str) -> str:
+def _check_pattern(value: str) -> str:
     try:
         groups = re.compile(value).groups
     except re.error as error:
@@ -93,7 +93,7 @@ class JudgeArgs(Section):
     system_prompt: str = ""
     template: Annotated[str, AfterValidator(_has_response)] = TEMPLATE
     # the last match counts; its group is the number
-    score_pattern: Annotated[str, AfterValidator(_pattern)] = NUMBER
+    score_pattern: Annotated[str, AfterValidator(_check_pattern)] = NUMBER
     low: float = 0.0
     high: float = 10.0
     asks_again: NonNegativeInt = 2  # if the answer holds no score, or one out of range
@@ -172,7 +172,7 @@ class JudgeReward:
                 raise UserError(self._refused(error)) from None
             listed = None  # not every endpoint lists its models
         except RuntimeError as error:
-            log.warning("judge: %s; trying again at the first response", _clean(error))
+            log.warning("judge: %s; trying again at the first response", _clean_text(error))
             listed = [{"id": args.model}] if args.model else [{"id": ""}]
         finally:
             await first.close()
@@ -212,7 +212,7 @@ class JudgeReward:
             raise NoScore(f"domain {sample.domain!r}, task {sample.task_index}: {error}") from None
         except RuntimeError as error:
             raise RuntimeError(
-                f"domain {sample.domain!r}, task {sample.task_index}: {_clean(error)}"
+                f"domain {sample.domain!r}, task {sample.task_index}: {_clean_text(error)}"
             ) from None
         args = self._args
         paid = (0, 0) if cached else (verdict.tokens_in, verdict.tokens_out)
@@ -228,7 +228,7 @@ class JudgeReward:
 
     def _remember(self, key: str, task: asyncio.Task[JudgeVerdict]) -> None:
         self._known[key] = task
-        task.add_done_callback(lambda done: self._forget(key, done))
+        task.add_done_callback(lambda task: self._forget(key, task))
 
     def _forget(self, key: str, finished: asyncio.Task[JudgeVerdict]) -> None:
         """Drop an answer that failed, and the oldest ones beyond the cache's size."""
@@ -248,7 +248,7 @@ class JudgeReward:
             "high": f"{args.high:g}",
         }
         # One substitution: slots in the policy's text are never replaced.
-        question = SLOTS.sub(lambda found: slots[found[1]], args.template)
+        question = SLOTS.sub(lambda slot: slots[slot[1]], args.template)
         system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
         return [*system, {"role": "user", "content": question}], truncated
 
@@ -273,12 +273,12 @@ class JudgeReward:
                 reply = await self._endpoint.post("/chat/completions", self._body(messages))
             except EndpointError as error:
                 raise NoScore(self._refused(error)) from None
-            answer = _content(reply)
+            answer = _reply_text(reply)
             for index, field in enumerate(("prompt_tokens", "completion_tokens")):
-                tokens[index] += _count(reply.get("usage"), field)
+                tokens[index] += _token_count(reply.get("usage"), field)
             if (score := self._score(answer)) is not None:
                 return JudgeVerdict(score, tokens[0], tokens[1], number)
-            repetition = SLOTS.sub(lambda slot: f"{getattr(args, slot[1]):g}", AGAIN)
+            repetition = SLOTS.sub(lambda slot: f"{getattr(args, slot[1]):g}", REPEATED_REQUEST)
             messages += [
                 {"role": "assistant", "content": answer},
                 {"role": "user", "content": repetition},
@@ -308,7 +308,7 @@ class JudgeReward:
         return number if self._args.low <= number <= self._args.high else None
 
     def _refused(self, error: Exception) -> str:
-        problem = f"{self._args.base_url}: {_clean(error)}"
+        problem = f"{self._args.base_url}: {_clean_text(error)}"
         status = getattr(error, "status", 0)
         return (
             f"{problem}; its key is taken from {self._args.api_key}"
@@ -317,11 +317,11 @@ class JudgeReward:
         )
 
 
-def _clean(error: Exception) -> str:
+def _clean_text(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _content(reply: dict[str, Any]) -> str:
+def _reply_text(reply: dict[str, Any]) -> str:
     """Return the text of the first choice, or an empty one."""
     try:
         content = reply["choices"][0]["message"]["content"]
@@ -330,6 +330,6 @@ def _content(reply: dict[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _count(usage: Any, field: str) -> int:
+def _token_count(usage: Any, field: str) -> int:
     count = usage.get(field) if isinstance(usage, dict) else None
     return count if isinstance(count, int) and count >= 0 else 0

@@ -45,7 +45,7 @@ def load(name: str, args: Mapping[str, Any], key: str = "rewards") -> Score:
         ConfigError: as in ``check``.
         UserError: if a secret that the arguments of a function name is missing.
     """
-    reward_class = _resolve(name, key)
+    reward_class = _resolve_reward(name, key)
     if inspect.isclass(reward_class):
         make: Any = reward_class
         score: Score = make(_class_args(reward_class, name, args, key)).score
@@ -62,7 +62,7 @@ def check(name: str, args: Mapping[str, Any], key: str = "rewards") -> Any:
         ConfigError: for an unknown name (lists the known ones), a missing module, file or function,
             or bad arguments.
     """
-    reward_class = _resolve(name, key)
+    reward_class = _resolve_reward(name, key)
     if not inspect.isclass(reward_class):
         _check_call(reward_class, args, key)
         return None
@@ -82,7 +82,7 @@ def variables_of(reward: RewardConfig) -> set[str]:
     Raises:
         ConfigError: as in ``check``.
     """
-    reward_class = _resolve(reward.name, "rewards")
+    reward_class = _resolve_reward(reward.name, "rewards")
     return variables(
         _class_args(reward_class, reward.name, reward.args, "rewards")
         if inspect.isclass(reward_class)
@@ -99,7 +99,7 @@ def concurrency_of(reward: RewardConfig) -> ConcurrencySettings | None:
     """
     if reward.name not in REWARDS:
         return None
-    reward_class = _resolve(reward.name, "rewards")
+    reward_class = _resolve_reward(reward.name, "rewards")
     if not getattr(reward_class, "concurrent", False):
         return None
     args = _class_args(reward_class, reward.name, reward.args, "rewards")
@@ -108,7 +108,7 @@ def concurrency_of(reward: RewardConfig) -> ConcurrencySettings | None:
     )
 
 
-def _resolve(name: str, key: str) -> Any:
+def _resolve_reward(name: str, key: str) -> Any:
     try:
         reward_class = resolve("rewards", name, REWARDS)
     except ConfigError as error:

@@ -47,11 +47,11 @@ def parsed(node: Node, *, imaginary: bool) -> Any:
     if node.kind in ("number", "percent", "ratio") and node.value is not None:
         exact = sympy.Rational(node.value.numerator, node.value.denominator)
         return sympy.Float(exact, 30) if node.is_decimal else exact
-    return _parsed(node.text, imaginary)
+    return _parse_latex(node.text, imaginary)
 
 
 @lru_cache(maxsize=64)
-def _parsed(text: str, imaginary: bool) -> Any:
+def _parse_latex(text: str, imaginary: bool) -> Any:
     import sympy
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
@@ -133,7 +133,7 @@ def is_near(gold: Any, answer: Any, digits: int) -> bool:
 
 def last_number(text: str) -> Node | None:
     """Return the last number of prose."""
-    numbers = _numbers(text)
+    numbers = _find_numbers(text)
     return read(numbers[-1]) if numbers and len(numbers[-1]) <= math_text.LONGEST_NUMBER else None
 
 
@@ -141,11 +141,11 @@ def only_number(text: str) -> Node | None:
     """Return the number of a sentence that holds one; None for a formula."""
     if "\\" in text or "=" in text or not re.search(r"[A-Za-z]{3}", text):
         return None
-    numbers = _numbers(text)
+    numbers = _find_numbers(text)
     return read(numbers[0]) if len(numbers) == 1 else None
 
 
-def _numbers(text: str) -> list[str]:
+def _find_numbers(text: str) -> list[str]:
     return [
         match[0].strip().rstrip(",")
         for match in _LAST_NUMBER.finditer(text)

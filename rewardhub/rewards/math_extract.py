@@ -75,7 +75,7 @@ def answer_of(text: str, marker: str, thinking: Thinking = "drop") -> ExtractedA
         line = next((line for line in marked_text.splitlines() if line.strip(" :*")), "")
         return ExtractedAnswer(strip_markup(line.lstrip(" :")), bare=True)
     text = _tagged_text(marked_text if is_marked else text)
-    boxes = _boxes(text)
+    boxes = _find_boxes(text)
     if boxes and (stated := _final_answer(text[boxes[-1].end :])) is not None:
         return ExtractedAnswer(stated, bare=True)
     if boxes:
@@ -181,7 +181,7 @@ def boxed(text: str) -> list[str]:
     """Return the contents of the outermost closed boxes in order, each with a percent sign that
     follows it.
     """
-    return [box.content for box in _boxes(text)]
+    return [box.content for box in _find_boxes(text)]
 
 
 def _last_boxes(text: str, boxes: list[_Box]) -> list[_Box]:
@@ -194,7 +194,7 @@ def _last_boxes(text: str, boxes: list[_Box]) -> list[_Box]:
     return boxes[start:]
 
 
-def _boxes(text: str) -> list[_Box]:
+def _find_boxes(text: str) -> list[_Box]:
     boxes: list[_Box] = []
     position = 0
     while (start := BOXED.search(text, position)) is not None:

@@ -1,4 +1,4 @@
-"""Reads an answer as a number or as words, and writes formulas in one form. Pure, in linear time."""
+"""Reads an answer as a number or words, and writes formulas in one form. Pure, in linear time."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def same_number(gold: tuple[Fraction, bool], answer: tuple[Fraction, bool], digi
 
 
 def relative_tolerance(digits: int) -> Fraction:
-    """Return the relative difference from the reference that is allowed with ``digits`` decimals."""
+    """Return the allowed relative difference from the reference with ``digits`` decimals."""
     return Fraction(10) ** (2 - digits)
 
 
@@ -182,7 +182,7 @@ def is_formula(text: str) -> bool:
 
 
 def _has_foreign_letters(text: str) -> bool:
-    """Return whether the text holds letters other than Latin and Greek ones and symbols such as ℝ."""
+    """Return whether the text holds letters besides Latin, Greek and symbols such as ℝ."""
     return not text.isascii() and any(
         char.isalpha()
         and not (char.isascii() or "\u0370" <= char <= "\u03ff" or "\u2100" <= char <= "\u214f")

@@ -147,15 +147,15 @@ def _value_head(path: str, dtype: torch.dtype) -> torch.nn.Linear:
     Raises:
         ConfigError: if there is no head with one output.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors_by_name: dict[str, torch.Tensor] = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is not a mapping
                 if any(name in (f"{head}.weight", f"{head}.bias") for head in HEADS):
-                    found[name] = tensors.get_tensor(name)
+                    tensors_by_name[name] = tensors.get_tensor(name)
     weights = {
         name: tensor
-        for name, tensor in found.items()
+        for name, tensor in tensors_by_name.items()
         if name.endswith(".weight") and tensor.ndim == 2 and tensor.shape[0] == 1
     }
     if len(weights) != 1:
@@ -166,7 +166,7 @@ def _value_head(path: str, dtype: torch.dtype) -> torch.nn.Linear:
         )
         raise ConfigError(_KEY, path, allowed)
     ((name, weight),) = weights.items()
-    bias = found.get(name.removesuffix("weight") + "bias")
+    bias = tensors_by_name.get(name.removesuffix("weight") + "bias")
     head = torch.nn.Linear(weight.shape[1], 1, bias=bias is not None, dtype=dtype)
     with torch.no_grad():
         head.weight.copy_(weight)

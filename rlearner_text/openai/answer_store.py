@@ -12,7 +12,7 @@ MOST_BYTES: Final = 32 << 20
 
 
 class AnswerStore:
-    """Earlier answers of one endpoint; evicts the oldest when their requests exceed ``most_bytes``."""
+    """Earlier answers of one endpoint; evicts the oldest beyond ``most_bytes`` of requests."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most = most_bytes

@@ -37,16 +37,16 @@ def find_key() -> tuple[str, str]:
             be written.
     """
     if key := os.environ.get(VARIABLE, ""):
-        return _checked(key, VARIABLE), VARIABLE
+        return _check_key(key, VARIABLE), VARIABLE
     path = key_file()
     try:
         if not path.exists():
-            _create(path)
+            _create_key_file(path)
         mode = path.stat().st_mode
         if mode & (stat.S_IRWXG | stat.S_IRWXO):
             problem = f"may be read by others (mode {stat.S_IMODE(mode):o})"
             raise UserError(f"{path} {problem}; make it private with chmod 600")
-        return _checked(path.read_text(encoding="ascii").strip(), str(path)), str(path)
+        return _check_key(path.read_text(encoding="ascii").strip(), str(path)), str(path)
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"no API key: {path}: {error}; set {VARIABLE}") from None
 
@@ -67,7 +67,7 @@ def bearer(header: str | None) -> str | None:
     return token.strip() if scheme.lower() == "bearer" else None
 
 
-def _create(path: Path) -> None:
+def _create_key_file(path: Path) -> None:
     """Create the key file atomically; if another process creates it at the same time, keep the
     other's.
     """
@@ -83,7 +83,7 @@ def _create(path: Path) -> None:
         draft.unlink()
 
 
-def _checked(key: str, place: str) -> str:
+def _check_key(key: str, place: str) -> str:
     if len(key) < LEAST_CHARACTERS or not key.isascii() or not key.isprintable() or " " in key:
         allowed = f"at least {LEAST_CHARACTERS} printable ASCII characters without spaces"
         raise UserError(f"the API key in {place} is not allowed; {allowed}")

@@ -119,7 +119,7 @@ class KeyStore:
         expires_at = time.time() + expires_s
         key = NamedKey(
             name,
-            _hash(secret),
+            _hash_key(secret),
             expires_at,
             requests_per_minute=requests_per_minute,
             tokens_per_minute=tokens_per_minute,
@@ -196,7 +196,7 @@ class LiveKeys:
         time.
         """
         self._refresh()
-        digest = _hash(token)
+        digest = _hash_key(token)
         match = None
         for key in self.keys:  # all of them, so that the time tells nothing
             if hmac.compare_digest(digest, key.sha256):
@@ -204,7 +204,7 @@ class LiveKeys:
         return match
 
     def _refresh(self) -> None:
-        stamp = _stamp(self._store.folder) + _stamp(self._store.file)
+        stamp = _file_stamp(self._store.folder) + _file_stamp(self._store.file)
         if stamp == self._stamp:
             return
         self._stamp = stamp
@@ -216,7 +216,7 @@ class LiveKeys:
             log.error("named API keys are refused: %s", error)
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
+def _file_stamp(path: Path) -> tuple[int, ...]:
     """Return what changes when a file is replaced, or its mode changes."""
     try:
         status = os.stat(path)
@@ -230,5 +230,5 @@ def _check_private(status: os.stat_result, path: Path, mode: str) -> None:
         raise UserError(f"{path} must belong to you alone; run chmod {mode} {path}")
 
 
-def _hash(secret: str) -> str:
+def _hash_key(secret: str) -> str:
     return hashlib.sha256(secret.encode(errors="surrogateescape")).hexdigest()

@@ -59,7 +59,7 @@ class ResponsesFormat:
             answer["incomplete_details"] = {
                 "reason": "max_output_tokens" if reason == "length" else reason
             }
-        answer["usage"] = _usage(choices)
+        answer["usage"] = _format_usage(choices)
         answer |= {
             "policy_version": choice.reply.policy_version,
             "version_runs": runs_of(choice.reply),
@@ -232,7 +232,7 @@ class ResponseEvents:
         return {"type": kind, "sequence_number": self._number, **fields}
 
 
-def _usage(choices: Sequence[AnswerChoice]) -> dict[str, Any]:
+def _format_usage(choices: Sequence[AnswerChoice]) -> dict[str, Any]:
     counts = usage(choices)
     return {
         "input_tokens": counts["prompt_tokens"],

@@ -23,21 +23,21 @@ encode: Final = msgspec.json.Encoder().encode
 
 
 class TokenBuffer:
-    """Buffer of one choice's unsent pieces; sets ``news`` whenever there is something to send."""
+    """Buffer of one choice's unsent pieces; sets ``has_tokens`` when there are some."""
 
-    def __init__(self, news: asyncio.Event, top_logprobs: int) -> None:
-        self._news = news
+    def __init__(self, has_tokens: asyncio.Event, top_logprobs: int) -> None:
+        self._has_tokens = has_tokens
         self._pieces: list[TokenEvent] = []
-        self.tap = TokenListener(self._told, top_logprobs)
+        self.listener = TokenListener(self._add_piece, top_logprobs)
 
     def take(self) -> list[TokenEvent]:
         pieces = self._pieces
         self._pieces = []
         return pieces
 
-    def _told(self, piece: TokenEvent) -> None:
+    def _add_piece(self, piece: TokenEvent) -> None:
         self._pieces.append(piece)
-        self._news.set()
+        self._has_tokens.set()
 
 
 class ChoiceEvents(Protocol):
@@ -63,15 +63,15 @@ class EventStream:
         tasks: Sequence[asyncio.Task[AnswerChoice]],
         chunks: Sequence[ChoiceEvents],
         ending: Callable[[Sequence[AnswerChoice]], list[bytes]],
-        news: asyncio.Event,
+        has_tokens: asyncio.Event,
     ) -> None:
         self._ending = ending
         self._open = list(zip(feeds, tasks, chunks, strict=True))
         self._choices: list[AnswerChoice] = []
-        self._news = news
+        self._has_tokens = has_tokens
         self._response = web.StreamResponse(headers=HEADERS)
         for task in tasks:
-            task.add_done_callback(lambda _: news.set())
+            task.add_done_callback(lambda _: has_tokens.set())
 
     async def send(self, request: web.Request) -> web.StreamResponse:
         """Send the answer, starting with the first token, so that a request that fails earlier gets
@@ -82,8 +82,8 @@ class EventStream:
         """
         try:
             while self._open:
-                await self._news.wait()
-                self._news.clear()
+                await self._has_tokens.wait()
+                self._has_tokens.clear()
                 for stream in list(self._open):
                     await self._forward(request, *stream)
         except HttpError as problem:

@@ -1,4 +1,4 @@
-"""Accepts TLS connections for the HTTP server, and counts them before their handshake is complete."""
+"""Accepts TLS connections for the HTTP server, and counts them from their handshake on."""
 
 from __future__ import annotations
 
@@ -29,17 +29,16 @@ class _Handshake:
 
 
 class TlsListener:
-    """Listens on a socket and hands each connection to a handler once its TLS handshake is
-    complete.
+    """Listens on a socket and hands each connection to a handler after its TLS handshake.
 
-    asyncio's own server tells nothing of a connection during its handshake, so half-open ones would
-    have no limit.
+    asyncio's own server reports no connection before its handshake is complete, so half-open ones
+    would have no limit.
 
     Args:
         listening: a bound socket; it stays open at ``close``.
         context: with certificate and key.
         connections: counts handshakes like requests that have not arrived yet.
-        made: returns the handler of a connection, which takes the place of its handshake in
+        create_handler: returns the handler of a connection, which replaces its handshake in
             ``connections``.
     """
 
@@ -48,12 +47,12 @@ class TlsListener:
         listening: socket.socket,
         context: ssl.SSLContext,
         connections: Connections,
-        made: Callable[[Connection], LimitedHandler],
+        create_handler: Callable[[Connection], LimitedHandler],
     ) -> None:
         self._socket = listening
         self._context = context
         self._connections = connections
-        self._made = made
+        self._create_handler = create_handler
         self._handshakes: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
 
@@ -99,7 +98,7 @@ class TlsListener:
         arrival_s = self._connections.limits.arrival_s
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: self._made(handshake),
+                lambda: self._create_handler(handshake),
                 handshake.connection,
                 ssl=self._context,
                 ssl_handshake_timeout=arrival_s,
