@@ -172,7 +172,7 @@ class GroupScoring:
         return self._forward() if complete else []
 
     def failed(self, ask: ScoreAction, detail: str, *, retry: bool) -> list[Action]:
-        """Apply a failure: retry, or give the group up. A failure never becomes a reward of zero."""
+        """Apply a failure: retry, or give the group up; it never becomes a reward of zero."""
         if self.ended:
             return []
         if retry and ask.attempt < self._max_retries:

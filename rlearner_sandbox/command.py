@@ -46,7 +46,7 @@ MODULES: Final[dict[Mode, tuple[str, ...]]] = {
     "asserts": ("plain", "channel", "host"),
     "tests": ("plain", "channel", "remote", "pytest_subset", "judge"),
 }
-# Unused in systemd's table of uids. Processes of one uid share a limit, so each program has its own.
+# Unused in systemd's table of uids. Processes of one uid share limits, so programs have their own.
 FIRST_UID: Final = 0x70000000
 NOBODY: Final = 65534
 

@@ -95,7 +95,7 @@ def boot_program() -> None:
 
     say("up")
     if mode == "tests":
-        load_attribute("rlearner_sandbox.judge", "judge")(channel, say, take)
+        load_attribute("rlearner_sandbox.judge", "run_tests")(channel, say, take)
     program = take()
     module = type(sys)("__main__" if mode == "script" else "solution")
     sys.modules[module.__name__] = module

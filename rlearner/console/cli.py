@@ -48,10 +48,10 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("--host-name", action="append", metavar="NAME", help=text)
     logs.add_options(parser)
-    parser.set_defaults(run=_console)
+    parser.set_defaults(run=_run_console)
 
 
-def _console(options: argparse.Namespace) -> int:
+def _run_console(options: argparse.Namespace) -> int:
     async def body(stop: Stop) -> int:
         from rlearner.console.server import serve_console
 

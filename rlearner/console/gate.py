@@ -215,13 +215,18 @@ class ConsoleGate:
         notice = (
             f'<div class="banner bad" role="alert">{html.escape(problem)}</div>' if problem else ""
         )
-        page = f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Log in to rlearner</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="stylesheet" href="/assets/console.css">
-<script src="/assets/console.js"></script></head><body><main class="main" style="max-width:430px;padding-top:12vh">
+        page = f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
+<title>Log in to rlearner</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="stylesheet" href="/assets/console.css">
+<script src="/assets/console.js"></script></head>
+<body><main class="main" style="max-width:430px;padding-top:12vh">
 <h1>rlearner console</h1><p class="dim">{text}</p>{notice}
-<form class="panel" method="post" action="/login"><input type="hidden" name="next" value="{html.escape(target)}">
+<form class="panel" method="post" action="/login">
+<input type="hidden" name="next" value="{html.escape(target)}">
 <div class="form" style="margin:0"><label class="wide">{secret_kind}
-<input class="in" name="secret" type="password" autocomplete="current-password" required autofocus></label>
+<input class="in" name="secret" type="password" autocomplete="current-password"
+ required autofocus></label>
 <button class="btn primary" type="submit">Log in</button></div></form></main></body></html>"""
         return page.encode()
 
@@ -319,10 +324,12 @@ async def respond(
     data = content.encode() if isinstance(content, str) else content
     style = "; style-src 'self' 'unsafe-inline'; script-src 'self'"
     headers = {
-        **HEADERS, "content-type": f"{kind}; charset=utf-8", "content-length": str(len(data)),
+        **HEADERS,
+        "content-type": f"{kind}; charset=utf-8",
+        "content-length": str(len(data)),
         "cache-control": cache,
         "content-security-policy": STRICT + style,
-    }  # fmt: skip
+    }
     pairs = [(name.encode(), value.encode()) for name, value in [*headers.items(), *(more or [])]]
     await send({"type": "http.response.start", "status": status, "headers": pairs})
     await send({"type": "http.response.body", "body": data})

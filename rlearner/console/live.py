@@ -68,14 +68,14 @@ class LiveRun:
     """Reader of one run's broker, connected while somebody listens.
 
     Args:
-        named: the broker's address, if the operator named one.
+        broker_url: the broker's address, if the operator named one.
         spans: receives the metrics of every process.
     """
 
-    def __init__(self, run: str, folder: Path, named: str | None, spans: LiveSpans) -> None:
+    def __init__(self, run: str, folder: Path, broker_url: str | None, spans: LiveSpans) -> None:
         self.run = run
         self.folder = folder
-        self._named = named
+        self._broker_url = broker_url
         self._spans = spans
         self._is_kept = False
         self._looked_at = -LOOK_S
@@ -193,7 +193,7 @@ class LiveRun:
             await bus.close()
 
     async def _address(self) -> str:
-        return await asyncio.to_thread(broker_address, self._named, self.folder)
+        return await asyncio.to_thread(broker_address, self._broker_url, self.folder)
 
     async def _has_moved(self) -> bool:
         """Return whether the run has another broker than the one that was tried last."""
@@ -211,7 +211,8 @@ class LiveRun:
             UserError: if the broker is gone and the run has another one, as after a resume.
         """
         clock = asyncio.get_running_loop().time
-        self._looked_at, left_at = -LOOK_S, clock()
+        self._looked_at = -LOOK_S
+        left_at = clock()
         while True:
             now = clock()
             if self._listeners:
@@ -251,7 +252,7 @@ class LiveRun:
             view.reason = desired[0].reason
         if any(self._listeners.values()):
             for stream in QUEUES:
-                view.queues[stream.name] = await _depth(bus, stream)
+                view.queues[stream.name] = await _stream_depth(bus, stream)
         self._changed.set()
 
     async def _hear(self, bus: Bus) -> None:
@@ -259,11 +260,12 @@ class LiveRun:
         async for metrics in watch_metrics(bus):
             key = f"{metrics.role}.{metrics.id}"
             self._spans.add(metrics)
-            self.view.metrics[key], self._heard[key] = metrics, clock()
+            self.view.metrics[key] = metrics
+            self._heard[key] = clock()
             self._changed.set()
 
     def _forget_silent(self, present: set[str], now: float) -> None:
-        """Forget the metrics of processes that are gone, which would be shown as the present ones."""
+        """Forget the metrics of processes that are gone, so that pages do not show them."""
         for key in [
             key
             for key in self.view.metrics
@@ -280,7 +282,7 @@ class LiveRun:
                 log.exception("page of run %s", self.run)
 
 
-async def _depth(bus: Bus, stream: Stream) -> dict[str, int]:
+async def _stream_depth(bus: Bus, stream: Stream) -> dict[str, int]:
     try:
         return await bus.depth(stream)
     except (ApiError, NoStream):

@@ -87,7 +87,7 @@ def open_writer(path: Path) -> sqlite3.Connection:
             connection.execute("PRAGMA journal_size_limit=16777216")
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             if version != VERSION:
-                _create(connection, version)
+                _create_tables(connection, version)
         except BaseException:
             connection.close()
             raise
@@ -120,7 +120,7 @@ def has_fts(connection: sqlite3.Connection) -> bool:
     return row is not None and "fts5" in row[0]
 
 
-def _create(connection: sqlite3.Connection, version: int) -> None:
+def _create_tables(connection: sqlite3.Connection, version: int) -> None:
     """Make the tables.
 
     Raises:

@@ -32,19 +32,21 @@ def events(
         "ORDER BY time DESC LIMIT ?",
         (first, last, *kinds, newest),
     ).fetchall()
-    events_list = [_noted(connection, *row) for row in noted]
+    events_list = [_noted_event(connection, *row) for row in noted]
     if not kinds or EPOCH in kinds:
-        events_list += [event for event in _epochs(connection) if first <= event.time <= last]
-    return sorted(events_list, key=lambda one: (one.time, one.step, one.kind, one.text))[-newest:]
+        events_list += [event for event in _epoch_events(connection) if first <= event.time <= last]
+    return sorted(events_list, key=lambda event: (event.time, event.step, event.kind, event.text))[
+        -newest:
+    ]
 
 
-def _noted(
+def _noted_event(
     connection: sqlite3.Connection, time: float, step: int, kind: str, text: str, who: str
 ) -> Event:
     return Event(time, step if step >= 0 else step_at(connection, time), kind, text, who)
 
 
-def _epochs(connection: sqlite3.Connection) -> Iterator[Event]:
+def _epoch_events(connection: sqlite3.Connection) -> Iterator[Event]:
     """Yield an event for each record by which a learner set its rules when it started."""
     old_rules = _first_rules(connection)
     for seq, body in connection.execute(
@@ -62,7 +64,7 @@ def _epochs(connection: sqlite3.Connection) -> Iterator[Event]:
         old_rules = rules
         more = [f"and {len(lines) - MAX_CHANGES} more"] if len(lines) > MAX_CHANGES else []
         settings = f": {', '.join([*lines[:MAX_CHANGES], *more])}" if lines else ""
-        step, time = _place(connection, seq)
+        step, time = _epoch_place(connection, seq)
         text = f"learner started, epoch {row[0]}{settings}" if row else f"learner started{settings}"
         yield Event(time, step, EPOCH, text, "learner", approximate=True)
 
@@ -76,7 +78,7 @@ def _first_rules(connection: sqlite3.Connection) -> dict[str, Any] | None:
     return ledger_file.decode_line(row[0]).rules if row else None
 
 
-def _place(connection: sqlite3.Connection, seq: int) -> tuple[int, float]:
+def _epoch_place(connection: sqlite3.Connection, seq: int) -> tuple[int, float]:
     """Return how many steps were completed at a record, and about when it was consumed: as the next
     step began.
     """

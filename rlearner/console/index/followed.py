@@ -39,12 +39,12 @@ class Source:
 
     def is_as_seen(self, status: os.stat_result) -> bool:
         """Return whether it was read as far as possible, and nothing was written since."""
-        seen = (self.ino, self.size, self.mtime) == (
+        is_same = (self.ino, self.size, self.mtime) == (
             status.st_ino,
             status.st_size,
             status.st_mtime_ns,
         )
-        return bool(self.whole) and seen
+        return bool(self.whole) and is_same
 
     def has_only_grown(self, file: int, status: os.stat_result) -> bool:
         """Return whether what was read is still at its place."""

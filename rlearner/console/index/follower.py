@@ -44,7 +44,8 @@ class RunFollower:
     def __init__(
         self, folder: Path, changed: Callable[[], None] = lambda: None, path: Path | None = None
     ) -> None:
-        self.folder, self.path = folder, path or database.place(folder)
+        self.folder = folder
+        self.path = path or database.place(folder)
         self._suspect = threading.Event()  # an answer found damage
         self.queries = RunQueries(folder, self.path, self._suspect.set)
         self.live = LiveSpans()
@@ -118,7 +119,8 @@ class RunFollower:
                 version = index.version()
                 looks = 0 if more else looks + 1
                 if version != old_version or self._state != "current":
-                    self._notes, self._counts = tuple(index.notes()), index.counts()
+                    self._notes = tuple(index.notes())
+                    self._counts = index.counts()
                 self._note(more=more)
                 if version != old_version:
                     self._changed()

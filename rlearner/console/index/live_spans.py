@@ -125,7 +125,7 @@ class LiveSpans:
             if (lane := lanes.accepting(report)) is None:
                 continue
             for span in report.spans:
-                _store(connection, lane, span)
+                _store_spans(connection, lane, span)
                 if not span.sample:
                     _add_up(sums, lane, span)
         lanes.save()
@@ -152,7 +152,7 @@ class LiveSpans:
         )
         self._flushes += 1
         if self._flushes % PRUNE_EVERY == 1:
-            _prune(connection)
+            _prune_spans(connection)
 
     def flushed(self) -> None:
         """Forget what the last ``flush`` has written."""
@@ -185,9 +185,11 @@ class LiveSpans:
             text = f"{role} {process} left, or was not heard for {SILENT_S:.0f} s{suffix}"
             self._note(max(at, since), "left", text, process)
 
-    def _note(self, at: float, kind: str, text: str, who: str) -> None:
+    def _note(self, at: float, kind: str, text: str, process: str) -> None:
         if len(self._events) < MAX_PENDING:
-            self._events.append(_LiveEvent(at, self._step, kind, " ".join(text.split())[:500], who))
+            self._events.append(
+                _LiveEvent(at, self._step, kind, " ".join(text.split())[:500], process)
+            )
 
 
 class _Lanes:
@@ -221,7 +223,7 @@ class _Lanes:
         self._connection.executemany("UPDATE lanes SET until = ? WHERE name = ?", rows)
 
 
-def _store(connection: sqlite3.Connection, lane: int, span: wire.Span) -> None:
+def _store_spans(connection: sqlite3.Connection, lane: int, span: wire.Span) -> None:
     if not span.sample and _is_solid(span.seconds, span.end - span.start):
         old_row = connection.execute(
             "SELECT start, end, seconds, count FROM spans WHERE start BETWEEN ? AND ? AND lane = "
@@ -277,7 +279,7 @@ def _add_up(sums: dict[tuple[int, int, int, str], list[float]], lane: int, span:
             total[1] += span.count if bucket == last else 0
 
 
-def _prune(connection: sqlite3.Connection) -> None:
+def _prune_spans(connection: sqlite3.Connection) -> None:
     """Delete the oldest rows beyond ``MAX_ROWS``, and note since when they are kept."""
     for width, query in (
         (0, "SELECT start FROM spans ORDER BY start"),
@@ -305,7 +307,7 @@ def _prune(connection: sqlite3.Connection) -> None:
 
 
 def kept_since(connection: sqlite3.Connection, width: int) -> float:
-    """Return since when single spans (width 0) or buckets of a width are kept, 0: none was deleted."""
+    """Return since when single spans (width 0) or buckets of a width are kept; 0: always."""
     row = connection.execute(
         "SELECT value FROM meta WHERE name = ?", (f"kept_since.{width}",)
     ).fetchone()

@@ -51,7 +51,8 @@ class RunQueries:
     def __init__(
         self, folder: Path, path: Path | None = None, damaged: Callable[[], None] = lambda: None
     ) -> None:
-        self.folder, self.path = folder, path or database.place(folder)
+        self.folder = folder
+        self.path = path or database.place(folder)
         self._damaged = damaged
         self._local = threading.local()
 
@@ -68,7 +69,7 @@ class RunQueries:
             return series.last_values(self._connection(), names)
 
     def newest_rows(self, count: int) -> list[dict[str, float]]:
-        """Return the numbers of the newest steps by name, as lines of metrics.jsonl, oldest first."""
+        """Return the metrics of the newest steps by name, oldest first."""
         with self._asking():
             return series.newest_rows(self._connection(), count)
 
@@ -134,7 +135,7 @@ class RunQueries:
 
     def search(
         self,
-        wanted: TrajectoryFilter = TrajectoryFilter(),  # noqa: B008 - frozen
+        criteria: TrajectoryFilter = TrajectoryFilter(),  # noqa: B008 - frozen
         order: answers.Order = "newest",
         limit: int = 50,
         after: str = "",
@@ -151,7 +152,7 @@ class RunQueries:
             ConfigError: if ``after`` or ``order`` is none of these.
         """
         with self._asking():
-            return search.search(self._connection(), wanted, order, limit, after, count=count)
+            return search.search(self._connection(), criteria, order, limit, after, count=count)
 
     def group(self, ticket: int) -> GroupView:
         """Return one group with all its episodes, token by token; takes longer the first time, for
@@ -210,7 +211,7 @@ class RunQueries:
             self._local.held = None
 
     def _connection(self) -> sqlite3.Connection:
-        """Return this thread's connection to the present database; a rebuilt one is another file."""
+        """Return this thread's connection; a rebuilt database is another file."""
         inode = database.identity(self.path)
         opened: tuple[int, sqlite3.Connection] | None = getattr(self._local, "held", None)
         if opened is not None and opened[0] == inode:

@@ -34,7 +34,8 @@ class RunIndex:
     def __init__(
         self, folder: Path, path: Path | None = None, live: LiveSpans | None = None
     ) -> None:
-        self.folder, self.path = folder, path or database.place(folder)
+        self.folder = folder
+        self.path = path or database.place(folder)
         self.inode = database.identity(self.path)
         self.connection = database.open_writer(self.path)
         self.inode = database.identity(self.path)

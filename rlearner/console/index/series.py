@@ -15,14 +15,16 @@ def metric_names(connection: sqlite3.Connection, search: str, limit: int) -> lis
     words = search.lower().split()
     names = [name for (name,) in connection.execute("SELECT name FROM metrics ORDER BY name")]
     matches = [name for name in names if all(word in name.lower() for word in words)]
-    alive = (name for name in matches if connection.execute(_ANY, (name,)).fetchone())
+    alive = (name for name in matches if connection.execute(_HAS_POINTS, (name,)).fetchone())
     return [name for name, _ in zip(alive, range(limit), strict=False)]
 
 
 _OF: Final = (
     "FROM points WHERE metric = (SELECT id FROM metrics WHERE name = ?) AND step BETWEEN ? AND ?"
 )
-_ANY: Final = "SELECT 1 FROM points WHERE metric = (SELECT id FROM metrics WHERE name = ?) LIMIT 1"
+_HAS_POINTS: Final = (
+    "SELECT 1 FROM points WHERE metric = (SELECT id FROM metrics WHERE name = ?) LIMIT 1"
+)
 _LAST: Final = (
     "SELECT name, (SELECT value FROM points WHERE metric = metrics.id ORDER BY step "
     "DESC LIMIT 1) FROM metrics"
@@ -57,7 +59,7 @@ def series(
     times: dict[int, float] = {}
     series_by_name = {}
     for name in dict.fromkeys(names):
-        points, total = _points(connection, name, first_step, until, max_points)
+        points, total = _read_points(connection, name, first_step, until, max_points)
         if not points:
             continue
         if not times:
@@ -73,7 +75,7 @@ def series(
     return series_by_name
 
 
-def _points(
+def _read_points(
     connection: sqlite3.Connection, name: str, first: int, last: int, most: int
 ) -> tuple[list[tuple[int, float]], int]:
     """Return at most ``most`` points, the extremes of half as many ranges of steps, and how many

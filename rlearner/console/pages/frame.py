@@ -26,20 +26,27 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TABS: Final = (
-    ("", "Overview"), ("timeline", "Timeline"), ("fleet", "Fleet"), ("trajectories",
-    "Trajectories"),
-    ("dead-letters", "Dead letters"), ("actions", "Actions"),
-)  # fmt: skip
+    ("", "Overview"),
+    ("timeline", "Timeline"),
+    ("fleet", "Fleet"),
+    ("trajectories", "Trajectories"),
+    ("dead-letters", "Dead letters"),
+    ("actions", "Actions"),
+)
 SHORTCUTS: Final = (
-    ("1", "runs"), ("2 … 7", "the tabs of a run, from the left"), ("/", "search"), ("t",
-    "dark or light"),
-    ("?", "this list"), ("Tab, Enter", "links and buttons; the first Tab offers to skip to the "
-        "content"),
-    ("← → Home End", "chart: along the steps; episode: from token to token; timeline: earlier, "
-        "later"),
-    ("+ − f", "on the timeline: zoom in, out, whole run"), ("Esc", "leave a search field, end a "
-        "zoom"),
-)  # fmt: skip
+    ("1", "runs"),
+    ("2 … 7", "the tabs of a run, from the left"),
+    ("/", "search"),
+    ("t", "dark or light"),
+    ("?", "this list"),
+    ("Tab, Enter", "links and buttons; the first Tab offers to skip to the content"),
+    (
+        "← → Home End",
+        "chart: along the steps; episode: from token to token; timeline: earlier, later",
+    ),
+    ("+ − f", "on the timeline: zoom in, out, whole run"),
+    ("Esc", "leave a search field, end a zoom"),
+)
 HEAD: Final = (
     '<link rel="stylesheet" href="/assets/console.css"><script src="/assets/console.js"></script>'
 )

@@ -29,9 +29,12 @@ POINTS: Final = 800
 REFRESH_S: Final = 5.0
 FIRST_S: Final = 3.0  # after which a live run was heard
 TONES: Final = {
-    "training": "live", "starting": "warn", "finished": "good", "broker away": "warn",
+    "training": "live",
+    "starting": "warn",
+    "finished": "good",
+    "broker away": "warn",
     "unreadable": "bad",
-}  # fmt: skip
+}
 COLUMNS: Final[list[dict[str, Any]]] = [
     {"key": "pick", "title": "", "kind": "pick", "sort": False},
     {"key": "name", "title": "run"},
@@ -72,7 +75,7 @@ async def runs_page(state: ConsoleState, compare: str, metric: str) -> None:
                 "e.target.value}))",
             )
         with tag("div", classes="panel"):
-            table_rows = _rows(rows, compared)
+            table_rows = _run_rows(rows, compared)
             grid = Grid(
                 "runs", COLUMNS, table_rows, filterable=True, empty=f"no runs in {state.root}"
             )
@@ -80,27 +83,27 @@ async def runs_page(state: ConsoleState, compare: str, metric: str) -> None:
             def pick(event: GenericEventArguments) -> None:
                 now = [name for name in compared if name != event.args]
                 now += [] if event.args in compared else [event.args]
-                ui.navigate.to(_address(now[-MAX_COMPARED:], metric))
+                ui.navigate.to(_page_address(now[-MAX_COMPARED:], metric))
 
             grid.on("pick", pick)
         if compared:
-            await _compared(state, compared, metric)
+            await _show_comparison(state, compared, metric)
         else:
             tag("p", "Tick runs to compare their curves and settings.", "dim")
 
     async def again() -> None:
-        grid.change(_rows(await state.list.rows(), compared))
+        grid.change(_run_rows(await state.list.rows(), compared))
 
     timer = ui.timer(REFRESH_S, again)
     ui.timer(FIRST_S, again, once=True)
     page.until_gone(timer.cancel)
 
 
-def _address(names: list[str], metric: str) -> str:
+def _page_address(names: list[str], metric: str) -> str:
     return "/?" + urlencode({"compare": ",".join(names), "metric": metric}) if names else "/"
 
 
-def _rows(rows: list[RunRow], compared: list[str]) -> list[dict[str, Any]]:
+def _run_rows(rows: list[RunRow], compared: list[str]) -> list[dict[str, Any]]:
     now = time.time()
     return [
         {
@@ -126,7 +129,7 @@ def _rows(rows: list[RunRow], compared: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-async def _compared(state: ConsoleState, names_compared: list[str], metric: str) -> None:
+async def _show_comparison(state: ConsoleState, names_compared: list[str], metric: str) -> None:
     """Build the curves and the differences of several runs."""
     series = []
     names = set[str]()
@@ -167,16 +170,16 @@ async def _compared(state: ConsoleState, names_compared: list[str], metric: str)
             ]
             tag("p", f"without {metric}: {', '.join(missing)}", "dim")
     if len(folders) > 1:
-        _differences(names_compared, await asyncio.to_thread(setting_differences, folders))
+        _show_differences(names_compared, await asyncio.to_thread(setting_differences, folders))
 
 
-def _differences(compared: list[str], differences: list[SettingDifference]) -> None:
+def _show_differences(compared: list[str], differences: list[SettingDifference]) -> None:
     columns: list[dict[str, Any]] = [{"key": "setting", "title": "setting", "mono": True}]
     columns += [{"key": f"run_{i}", "title": name, "wrap": True} for i, name in enumerate(compared)]
     rows = [
         {"key": difference.key, "setting": difference.key}
         | {
-            f"run_{i}": _text(difference.values[name]) if name in difference.values else "–"
+            f"run_{i}": _format_value(difference.values[name]) if name in difference.values else "–"
             for i, name in enumerate(compared)
         }
         for difference in differences
@@ -186,7 +189,7 @@ def _differences(compared: list[str], differences: list[SettingDifference]) -> N
         Grid("settings that differ", columns, rows, empty="the settings are the same")
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return (
         value
         if isinstance(value, str)
