@@ -124,7 +124,7 @@ class Announcer:
 
     async def _keep_beating(self) -> None:
         while True:
-            await _wait(self._poked, self._every_s)
+            await _wait_for_change(self._poked, self._every_s)
             if self._describe_beat() == self._beaten:
                 self._beaten = None
             else:
@@ -144,7 +144,7 @@ class Announcer:
 
     async def _keep_entered(self) -> None:
         while True:
-            await _wait(self._due, self._refresh_s * random.uniform(0.8, 1.2))
+            await _wait_for_change(self._due, self._refresh_s * random.uniform(0.8, 1.2))
             await self._enter()
 
     async def _enter(self) -> None:
@@ -163,7 +163,7 @@ class Announcer:
         self._put = decides(presence)
 
 
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+async def _wait_for_change(event: asyncio.Event, timeout_s: float) -> None:
     """Wait until the event is set, and clear it, or until the time is over."""
     try:
         async with asyncio.timeout(timeout_s):

@@ -42,10 +42,11 @@ class CircuitBreaker:
     def __init__(self, threshold: int, chance: random.Random | None = None) -> None:
         self.state: State = "closed"
         self.until = 0.0
-        self._why = ""  # what failed last
+        self._reason = ""  # what failed last
         # deliveries that opened it, trials that failed since
         self._num_failed = self._num_trials = 0
-        self._threshold, self._chance = threshold, chance or random.Random()
+        self._threshold = threshold
+        self._chance = chance or random.Random()
         self._pauses = 0  # since real work succeeded
         self._successes = 0
         # tickets and their deliveries since something succeeded
@@ -62,10 +63,10 @@ class CircuitBreaker:
         """Why no work is taken, one line; empty if work is taken."""
         if self.closed:
             return ""
-        trials = f" and {_count(self._num_trials, 'trial')}" if self._num_trials else ""
+        trials = f" and {_count_noun(self._num_trials, 'trial')}" if self._num_trials else ""
         return (
-            f"{_count(self._num_failed, 'ticket')} in a row{trials} failed here, the last: "
-            f"{self._why}"
+            f"{_count_noun(self._num_failed, 'ticket')} in a row{trials} failed here, the last: "
+            f"{self._reason}"
         )
 
     def succeeded(self) -> bool:
@@ -74,7 +75,7 @@ class CircuitBreaker:
         self._pauses = 0
         return self._close()
 
-    def failed(self, ticket: str, delivery: int, why: str, now: float) -> bool:
+    def failed(self, ticket: str, delivery: int, reason: str, now: float) -> bool:
         """Note that work on a delivery failed. Return whether this opened the breaker."""
         if ticket not in self._failed_at:
             self._failed_at[ticket] = self._successes
@@ -87,7 +88,7 @@ class CircuitBreaker:
             return False
         self._num_failed = len(self._failing)
         self._num_trials = 0
-        self._open(why, now)
+        self._open(reason, now)
         return True
 
     def blames(self, ticket: str, delivery: int) -> bool:
@@ -115,13 +116,13 @@ class CircuitBreaker:
         assert self.state == "open", f"a trial starts while the breaker is {self.state}"
         self.state = "probing"
 
-    def probed(self, good: bool | None, why: str, now: float) -> bool:
+    def probed(self, good: bool | None, reason: str, now: float) -> bool:
         """Note that a trial ended. Return whether it closed the breaker.
 
         Args:
             good: whether it succeeded; None if that is unknown, for example because no server
                 answered.
-            why: what failed.
+            reason: what failed.
         """
         if self.state != "probing":
             return False  # real work has closed it
@@ -130,10 +131,10 @@ class CircuitBreaker:
             return self._close()
         if good is None:
             self._pauses -= 1  # the same pause again
-            why = self._why
+            reason = self._reason
         else:
             self._num_trials += 1
-        self._open(why, now)
+        self._open(reason, now)
         return False
 
     def _close(self) -> bool:
@@ -145,12 +146,13 @@ class CircuitBreaker:
     def _open(self, reason: str, now: float) -> None:
         longest = min(FIRST_PAUSE_S * 2.0 ** min(self._pauses, 30), LONGEST_PAUSE_S)
         self._pauses += 1
-        self.state, self._why = "open", " ".join(reason.split())
+        self.state = "open"
+        self._reason = " ".join(reason.split())
         self.until = now + longest * self._chance.uniform(0.5, 1.0)
         self._failing.clear()
 
 
-def _count(number: int, noun: str) -> str:
+def _count_noun(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 

@@ -87,7 +87,7 @@ class Member:
     _describe: Callable[[], wire.Presence] = field(init=False)
     _reporting: asyncio.Task[None] | None = None
     _text: Callable[[], dict[str, str]] = dict
-    _said: RecentWarning = field(default_factory=RecentWarning)
+    _warning: RecentWarning = field(default_factory=RecentWarning)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _failure: BaseException | None = None
 
@@ -108,11 +108,11 @@ class Member:
         """
         self._describe = describe
         if self._announcer is None:
-            logging.getLogger().addHandler(self._said)
+            logging.getLogger().addHandler(self._warning)
             self._announcer = Announcer(
                 self.bus,
                 lambda: msgspec.structs.replace(
-                    self._describe(), said=self._said.line(time.time())
+                    self._describe(), said=self._warning.line(time.time())
                 ),
             )
             self.spawn(self._announcer.serve())
@@ -178,7 +178,7 @@ class Member:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        logging.getLogger().removeHandler(self._said)
+        logging.getLogger().removeHandler(self._warning)
         if self._announcer is not None:
             await self._announcer.close()
             self.stop.health.set("starting", f"left run {self.bus.run}")

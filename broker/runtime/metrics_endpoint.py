@@ -64,7 +64,7 @@ class MetricsEndpoint:
         ProcessCollector(registry=self._registry)
         for collector in collectors:
             self._registry.register(collector)
-        self._socket = _listening(bind, number)
+        self._socket = _open_listener(bind, number)
         self.port = int(self._socket.getsockname()[1])
         self.url = f"http://{f'[{bind}]' if ':' in bind else bind}:{self.port}"
         self._opened: dict[asyncio.BaseTransport, float] = {}
@@ -165,7 +165,7 @@ class _Refusal(asyncio.Protocol):
         transport.abort()
 
 
-def _listening(bind: str, number: int) -> socket.socket:
+def _open_listener(bind: str, number: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(bind).version == 6 else socket.AF_INET
     except ValueError:

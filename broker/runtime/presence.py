@@ -33,7 +33,7 @@ class _Seen:
 
 
 class Roster:
-    """Living processes of this run, by role; watches only the roles that it is told to.
+    """Living processes of this run, by role; watches only the given roles.
 
     A process is alive if it was heard within a time on this process's clock: 5 s for roles followed
     by beats, 60 s for roles followed by the members bucket, which costs a message per process each
@@ -43,7 +43,7 @@ class Roster:
     Args:
         beats: roles to follow by their beats.
         members: roles to follow by their entries among the members.
-        told: called with each process that is heard, and with False when it is gone.
+        on_change: called with each process that is heard, and with False when it is gone.
 
     Attributes:
         clock: seconds in which this process was listening.
@@ -56,13 +56,13 @@ class Roster:
         beats: Sequence[str] = ROLES,
         members: Sequence[str] = (),
         ttl_s: float = SILENT_AFTER_S,
-        told: Callable[[wire.Presence, bool], None] = lambda presence, is_there: None,
+        on_change: Callable[[wire.Presence, bool], None] = lambda presence, is_there: None,
     ) -> None:
         self._bus = bus
         self._beats = beats
         self._members = members
         self._ttl_s = ttl_s
-        self._told = told
+        self._on_change = on_change
         self._verifier = PresenceVerifier(bus)
         self.clock = 0.0
         self._seen: dict[str, _Seen] = {}  # by role.id
@@ -159,7 +159,7 @@ class Roster:
         last_sighting = self._seen.get(key)
         self._seen[key] = _Seen(presence, self.clock, ttl_s)
         self._living.pop(presence.role, None)
-        self._told(presence, True)
+        self._on_change(presence, True)
         if (
             last_sighting is None
             or last_sighting.presence != presence
@@ -171,7 +171,7 @@ class Roster:
         sighting = self._seen.pop(key, None)
         if sighting is not None:
             self._living.clear()
-            self._told(sighting.presence, False)
+            self._on_change(sighting.presence, False)
             self._tell()
 
     def _lives(self, sighting: _Seen) -> bool:
@@ -206,7 +206,7 @@ class Roster:
 async def listen(
     bus: Bus,
     role: str,
-    told: Callable[[str, wire.Presence | None], None],
+    on_change: Callable[[str, wire.Presence | None], None],
     verifier: PresenceVerifier,
     *,
     read: bool,
@@ -226,14 +226,14 @@ async def listen(
             tapped.add(key)
         name = key.removeprefix(f"{bus.run}.")
         if message is None or verifier.accepts(message, name):
-            told(name, message)
+            on_change(name, message)
 
     subscribed = await bucket.tap(f"{bus.run}.{role}", tap)
     if read:
         for key, message in (await bucket.values(f"{bus.run}.{role}")).items():
             name = key.removeprefix(f"{bus.run}.")
             if key not in tapped and verifier.accepts(message, name):  # a tapped one is newer
-                told(name, message)
+                on_change(name, message)
     is_reading = False
     return subscribed
 

@@ -63,16 +63,16 @@ GARBAGE_AFTER: Final = 50_000  # objects made and not freed; see _collect_rarely
 
 class Stopped(RlearnerError):
     """A stop was requested before there was anything to undo; ``main`` returns its exit code
-    ``stopped``.
+    ``stopped_code``.
     """
 
 
-# --------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # main
 
 
 def main(
-    role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, stopped: int = 0
+    role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, stopped_code: int = 0
 ) -> int:
     """Run a process's coroutine on uvloop and return the exit code; call it inside
     ``broker.system.entry.enter``.
@@ -82,7 +82,7 @@ def main(
     the whole table.
 
     Args:
-        stopped: exit code if ``body`` raises Stopped: 0 for hubs and servers, 130 for a command
+        stopped_code: exit code if ``body`` raises Stopped: 0 for hubs and servers, 130 for commands
             with unfinished work.
     """
     logs.configure()
@@ -95,21 +95,21 @@ def main(
             stop = Stop()
             if manager is not None:
                 manager.attach(stop.health)
-            with _signals(stop, runner.get_loop()):
-                return runner.run(_beating(stop, body(stop))) or 0
+            with _handle_signals(stop, runner.get_loop()):
+                return runner.run(_keep_beating(stop, body(stop))) or 0
     except Exception as error:
-        if _find(error, Stopped):
-            return stopped
-        if (broken := _find(error, BrokenPipeError)) and output_is_closed():
+        if _find_error(error, Stopped):
+            return stopped_code
+        if (broken := _find_error(error, BrokenPipeError)) and output_is_closed():
             raise broken from None
         if manager is not None:
             manager.say(described(error))
-        if user_error := _find(error, UserError):
+        if user_error := _find_error(error, UserError):
             return refuse(user_error)
-        if failed := _find(error, StartAgain):
+        if failed := _find_error(error, StartAgain):
             logs.say_error(str(failed))
             return EXIT_FAULT
-        if lost_state := _find(error, LostState):
+        if lost_state := _find_error(error, LostState):
             logs.say_error(
                 f"{lost_state}; start this process again: it joins the run once the learner is back"
             )
@@ -118,7 +118,7 @@ def main(
         return EXIT_FAULT
 
 
-async def _beating(stop: Stop, work: Coroutine[Any, Any, T]) -> T:
+async def _keep_beating(stop: Stop, work: Coroutine[Any, Any, T]) -> T:
     """Keep the process's health beating while it works."""
     beating = asyncio.create_task(stop.health.keep_beating())
     try:
@@ -153,7 +153,7 @@ def raise_file_limit() -> None:
 
 
 @contextmanager
-def _signals(stop: Stop, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+def _handle_signals(stop: Stop, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
     """Let the first SIGINT or SIGTERM request a drain, and the second end the process.
 
     These are handlers of the interpreter, not of the loop: the second signal must work while the
@@ -182,15 +182,15 @@ def _signals(stop: Stop, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _find(error: BaseException, kind: type[T]) -> T | None:
+def _find_error(error: BaseException, kind: type[T]) -> T | None:
     """Return the first error of a kind, also from an exception group, in which tasks fail."""
     if isinstance(error, kind):
         return error
     members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    return next((match for member in members if (match := _find(member, kind))), None)
+    return next((match for member in members if (match := _find_error(member, kind))), None)
 
 
-# -----------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # metrics
 
 
@@ -237,7 +237,7 @@ def serve_metrics(options: argparse.Namespace, stop: Stop, *collectors: Collecto
     stop.close_metrics = close
 
 
-# --------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # join
 
 
@@ -305,9 +305,9 @@ async def join(
 
     stop.health.set("starting", "waiting for a broker")
     async with AsyncExitStack() as stack:
-        url, run, login = _token(options, role)
+        url, run, login = _read_token(options, role)
         if run is None:
-            run = await unless_stopped(stop, _discover(options, process_id, reached))
+            run = await unless_stopped(stop, _discover_run(options, process_id, reached))
         deadline_s = options.connect_deadline
         connecting = Bus.connect(
             url, run, name=process_id, role=role, login=login, deadline_s=deadline_s
@@ -358,7 +358,7 @@ async def unless_stopped(stop: Stop, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, stop_request, return_exceptions=True)
 
 
-def _token(options: argparse.Namespace, role: str) -> tuple[str, str | None, Login | None]:
+def _read_token(options: argparse.Namespace, role: str) -> tuple[str, str | None, Login | None]:
     """Return the broker, the run, and the login, if the options have a join token.
 
     Raises:
@@ -398,7 +398,9 @@ def _check_consent(bus: Bus, spec: wire.RunSpec, rules: HostRules) -> None:
         check_consent(spec, rules, is_trusted=is_trusted(owner))
 
 
-async def _discover(options: argparse.Namespace, name: str, connected: Callable[[], None]) -> str:
+async def _discover_run(
+    options: argparse.Namespace, name: str, connected: Callable[[], None]
+) -> str:
     """Return the only run on the broker that is not stopped; the operator's key sees all runs."""
     bus = await Bus.connect(options.broker, "", name=name, deadline_s=options.connect_deadline)
     try:

@@ -22,7 +22,7 @@ from broker.telemetry.families import QUEUE_DEPTH, QUEUE_DEPTH_HELP, Families
 LAG_EVERY_S: Final = 0.25
 LAG_BUCKETS_S: Final = (0.005, 0.025, 0.1, 0.5, 2.0, 10.0, 60.0)
 STATE_HELP: Final = "1 for the state that the process is in, 0 for the others."
-COUNTED: Final = {
+MESSAGE_COUNTS: Final = {
     "published": "Messages that this process stored in a stream.",
     "consumed": "Messages that this process received from a queue or read from a log.",
     "redelivered": "Received messages that had been delivered before, to any process.",
@@ -67,7 +67,7 @@ class ProcessCollector(Collector):
             queue_labels = {"run": labels["run"], "stream": stream, "subject": subject}
             families.gauge(QUEUE_DEPTH, QUEUE_DEPTH_HELP, queue_labels, depth)
         if (bus := self._figures.bus) is not None:
-            for counter, text in COUNTED.items():
+            for counter, text in MESSAGE_COUNTS.items():
                 for stream, count in dict(getattr(bus.counts, counter)).items():
                     families.counter(
                         f"stream_messages_{counter}", text, {**labels, "stream": stream}, count

@@ -10,6 +10,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Final
 
 from broker.contract import wire
@@ -25,8 +26,8 @@ from broker.system.reminders import Reminders
 log = logging.getLogger(__name__)
 
 QUIET_S: Final = 5.0  # of waiting, before a log line says for whom
-# Between two readings of a lease. A server does not hear what the learner changes: a subject crosses
-# between two accounts of a broker in one direction only.
+# Between two readings of a lease. A server does not hear what the learner changes: a subject
+# crosses between two accounts of a broker in one direction only.
 LOOK_S: Final = 0.25
 AGAIN_S: Final = 0.1  # a put is seen before it is stored: read once more this much later
 FAREWELL_WITHIN_S: Final = 2.0
@@ -104,7 +105,7 @@ class SharedDevices:
                 now = time.monotonic()
                 if party.blockers and now - began > QUIET_S and reminders.due(now):
                     log.info("waiting for device %s, used by %s", name, ", ".join(party.blockers))
-                await self._news(lambda party=party: party.has(time.monotonic()))  # type: ignore[misc]
+                await self._news(partial(_has_now, party))
 
     async def release(self) -> None:
         """Give the devices up; call it once nothing of this process is on them. Returns when the
@@ -224,3 +225,7 @@ async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
         return False
     event.clear()
     return True
+
+
+def _has_now(party: DeviceParty) -> bool:
+    return party.has(time.monotonic())

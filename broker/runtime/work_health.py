@@ -68,10 +68,10 @@ class WorkHealth:
         if self._breakers[key].succeeded():
             self._say_closed(key)
 
-    def failed(self, key: str, ticket: str, delivery: int, why: str) -> None:
+    def failed(self, key: str, ticket: str, delivery: int, reason: str) -> None:
         """Note that work on a ticket's delivery failed."""
         breaker = self._breakers[key]
-        if breaker.failed(ticket, delivery, why, time.monotonic()):
+        if breaker.failed(ticket, delivery, reason, time.monotonic()):
             log.error(
                 "%s %s: %s; taking no more of them until a trial succeeds",
                 self._noun,

@@ -42,15 +42,15 @@ class ArgumentParser(argparse.ArgumentParser):
 
 def count(text: str) -> int:
     """Parse a whole number of at least 1."""
-    return _whole(text, 1)
+    return _whole_number(text, 1)
 
 
 def natural(text: str) -> int:
     """Parse a whole number of at least 0."""
-    return _whole(text, 0)
+    return _whole_number(text, 0)
 
 
-def _whole(text: str, least: int) -> int:
+def _whole_number(text: str, least: int) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not allowed; a whole number of at least {least}"
@@ -67,7 +67,7 @@ def port(text: str) -> int:
 
 def positive(text: str) -> float:
     """Parse a finite number above 0."""
-    value = _number(text)
+    value = _parse_number(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a number above 0")
     return value
@@ -75,7 +75,7 @@ def positive(text: str) -> float:
 
 def share(text: str) -> float:
     """Parse a number from 0 to 1."""
-    value = _number(text)
+    value = _parse_number(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a number from 0 to 1")
     return value
@@ -167,7 +167,7 @@ class VersionAction(argparse.Action):
         parser.exit()
 
 
-def _number(text: str) -> float:
+def _parse_number(text: str) -> float:
     try:
         return float(text)
     except ValueError:

@@ -48,11 +48,11 @@ def settings(prefix: str, **_: object) -> list[str]:
             keys.append(f"{name}.")
         elif name != "domains":
             module, attribute = target.split(":")
-            keys += _keys(f"{name}.", getattr(import_module(module), attribute))
+            keys += _setting_keys(f"{name}.", getattr(import_module(module), attribute))
     return [key for key in keys if key.startswith(prefix)]
 
 
-def _keys(prefix: str, section: type[Section]) -> Iterator[str]:
+def _setting_keys(prefix: str, section: type[Section]) -> Iterator[str]:
     for name, field in section.model_fields.items():
         inner = next(
             (kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)),
@@ -61,7 +61,7 @@ def _keys(prefix: str, section: type[Section]) -> Iterator[str]:
         if inner is None:
             yield f"{prefix}{name}="
         else:
-            yield from _keys(f"{prefix}{name}.", inner)
+            yield from _setting_keys(f"{prefix}{name}.", inner)
 
 
 def _is_section(annotation: Any) -> bool:

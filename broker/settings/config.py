@@ -72,7 +72,7 @@ class PluginMark:
     args: str = ""
 
 
-def _token(value: str) -> str:
+def _check_token(value: str) -> str:
     try:
         return check_token(value, "name")
     except ConfigError as error:
@@ -95,7 +95,7 @@ def loopback(value: str) -> str:
     return value
 
 
-def _device(value: str) -> str:
+def _check_device(value: str) -> str:
     if re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", value) is None:
         raise ValueError("auto, cpu, cuda, or one GPU as cuda:1")
     return value
@@ -111,8 +111,8 @@ def _http_url(value: str) -> str:
     return value
 
 
-Token = Annotated[str, AfterValidator(_token)]  # can be one part of a subject
-Device = Annotated[str, AfterValidator(_device)]  # as torch names it
+Token = Annotated[str, AfterValidator(_check_token)]  # can be one part of a subject
+Device = Annotated[str, AfterValidator(_check_device)]  # as torch names it
 # of an OpenAI-compatible endpoint
 HttpUrl = Annotated[str, AfterValidator(_http_url), EndpointMark()]
 DataPath = Annotated[str, DataMark()]  # of a data file or a folder of them

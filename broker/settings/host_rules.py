@@ -25,7 +25,7 @@ from broker.errors import UserError
 VARIABLE: Final = "RL_HOST_RULES"  # how child processes of a joined process get its rules
 OPENAI_KEY: Final = "OPENAI_API_KEY"
 OPENAI_HOST: Final = "api.openai.com"
-ANY: Final = "*"  # any destination, code of the run included
+ANY_HOST: Final = "*"  # any destination, code of the run included
 _KEYS: Final = ("allow-secret", "allow-data")
 
 
@@ -55,10 +55,10 @@ class HostRules:
         return cls(secrets, tuple(os.path.realpath(parse_folder(text)) for text in allowed_folders))
 
     def allow_secret(self, name: str, url: str) -> bool:
-        """Return whether the secret may go to the host of a URL; without a URL, to code of the run."""
+        """Return whether the secret may go to a URL's host; without a URL, to code of the run."""
         hosts = self.secrets.get(name, frozenset())
-        host, is_private = _destination(url)
-        if ANY in hosts or (host and host in hosts):
+        host, is_private = _parse_destination(url)
+        if ANY_HOST in hosts or (host and host in hosts):
             return True
         return name == OPENAI_KEY and (
             is_private or (url.startswith("https://") and host == OPENAI_HOST)
@@ -66,8 +66,8 @@ class HostRules:
 
     def allow_requests(self, url: str) -> bool:
         """Return whether a run may let this host send requests to the host of a URL."""
-        host, _ = _destination(url)
-        allowed_hosts = {host for hosts in self.secrets.values() for host in hosts} - {ANY}
+        host, _ = _parse_destination(url)
+        allowed_hosts = {host for hosts in self.secrets.values() for host in hosts} - {ANY_HOST}
         return bool(host) and (
             host in allowed_hosts or (url.startswith("https://") and host == OPENAI_HOST)
         )
@@ -107,7 +107,7 @@ def add_rule_options(parser: argparse.ArgumentParser) -> None:
         "--allow-secret",
         action="append",
         default=[],
-        type=_checked(parse_secret),
+        type=_argument_type(parse_secret),
         metavar="NAME=HOST",
         help=text,
     )
@@ -116,7 +116,7 @@ def add_rule_options(parser: argparse.ArgumentParser) -> None:
         "--allow-data",
         action="append",
         default=[],
-        type=_checked(parse_folder),
+        type=_argument_type(parse_folder),
         metavar="FOLDER",
         help=text,
     )
@@ -169,7 +169,7 @@ def parse_folder(text: str) -> str:
     return path
 
 
-def _checked(parse: Callable[[str], object]) -> Callable[[str], str]:
+def _argument_type(parse: Callable[[str], object]) -> Callable[[str], str]:
     def check(text: str) -> str:
         try:
             parse(text)
@@ -212,7 +212,7 @@ def _file_rules() -> dict[str, list[str]]:
     return {name: rules.get(name, []) for name in _KEYS}
 
 
-def _destination(url: str) -> tuple[str, bool]:
+def _parse_destination(url: str) -> tuple[str, bool]:
     """Return the host of a URL, empty if it has none, and whether that is this machine."""
     try:
         parts = urlsplit(url)

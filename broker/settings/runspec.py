@@ -1,4 +1,4 @@
-"""Loads and validates configurations, and publishes the RunSpec that processes use to join a run."""
+"""Loads and validates configurations, and publishes the RunSpec by which processes join a run."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _as_configured(config: dict[str, Any]) -> dict[str, Any]:
         checked = validate(config)
     except UserError:  # an override may correct it; else the validation of the whole reports it
         return config
-    return timeouts.release(checked, _attribute(SCORING)(checked))
+    return timeouts.release(checked, _load_attribute(SCORING)(checked))
 
 
 # section -> pydantic model, imported late so that no role needs another's code; `domains` maps
@@ -144,9 +144,9 @@ def validate(
             raise ConfigError(name, config[name], unknown(name, sections, ""))
     checked = {name: _dump_section(name, config.get(name), sections[name]) for name in sections}
     for check in checks:
-        _attribute(check)(checked)
+        _load_attribute(check)(checked)
     if checks is CHECKS:
-        timeouts.derive(checked, _attribute(SCORING)(checked))
+        timeouts.derive(checked, _load_attribute(SCORING)(checked))
     return checked
 
 
@@ -164,7 +164,7 @@ def domains(config: dict[str, Any]) -> dict[str, DomainSection]:
 
 
 def _dump_section(name: str, value: Any, target: str) -> dict[str, Any]:
-    model: type[Section] = _attribute(target)
+    model: type[Section] = _load_attribute(target)
     value = {} if value is None else value
     if not isinstance(value, dict):
         raise ConfigError(name, value, "expected a mapping")
@@ -180,7 +180,7 @@ def _dump_section(name: str, value: Any, target: str) -> dict[str, Any]:
     }
 
 
-def _attribute(target: str) -> Any:
+def _load_attribute(target: str) -> Any:
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -192,11 +192,11 @@ async def newest_epoch(bus: Bus, run: str) -> int:
         UserError: if its RunSpec has another wire version, or does not decode.
     """
     entry = await bus.key_value(RUNS, run).get_bytes(run)
-    return 0 if entry is None else _decode(run, entry[0]).epoch
+    return 0 if entry is None else _decode_runspec(run, entry[0]).epoch
 
 
 async def publish_runspec(
-    bus: Bus, spec: wire.RunSpec, *, above: int = 0, seen: int | None = None
+    bus: Bus, spec: wire.RunSpec, *, above: int = 0, known_epoch: int | None = None
 ) -> int:
     """Write the RunSpec with the next epoch above ``above``, by compare-and-swap; return that
     epoch.
@@ -204,19 +204,19 @@ async def publish_runspec(
     This fences the previous owner of the run. Replaces the ``epoch`` in ``spec``.
 
     Args:
-        seen: newest epoch that the caller knows; a newer one is not replaced. None: take over from
-            any.
+        known_epoch: newest epoch that the caller knows; a newer one is not replaced. None: take
+            over from any.
 
     Raises:
-        Fenced: if there is a newer epoch than ``seen``.
+        Fenced: if there is a newer epoch than ``known_epoch``.
         UserError: if the run exists with another wire version.
     """
     await _ensure_consumers(bus, spec.config)
     runs = bus.key_value(RUNS)
     while True:
         entry = await runs.get_bytes(spec.run)
-        newest = 0 if entry is None else _decode(spec.run, entry[0]).epoch
-        if seen is not None and newest > seen:
+        newest = 0 if entry is None else _decode_runspec(spec.run, entry[0]).epoch
+        if known_epoch is not None and newest > known_epoch:
             raise Fenced(f"run {spec.run}: another learner took epoch {newest}")
         epoch = max(above, newest) + 1
         mine = msgspec.structs.replace(spec, epoch=epoch)
@@ -228,7 +228,7 @@ async def publish_runspec(
 
 
 async def _ensure_consumers(bus: Bus, config: dict[str, Any]) -> None:
-    """Create the consumers that the hubs of this configuration use; they may not do so themselves."""
+    """Create the consumers of this configuration's hubs, which may not do so themselves."""
     domain_settings = domains(config)
     pools = {reward.pool for domain in domain_settings.values() for reward in domain.rewards}
     train = config.get("train") or {}
@@ -252,8 +252,8 @@ async def wait_for_runspec(bus: Bus, run: str) -> wire.RunSpec:
     runs = bus.key_value(RUNS)
     reminders = Reminders()
     while True:
-        if (found := await runs.get_bytes(run)) is not None:
-            return _decode(run, found[0])
+        if (entry := await runs.get_bytes(run)) is not None:
+            return _decode_runspec(run, entry[0])
         if reminders.due(time.monotonic()):
             run_names = ", ".join(sorted(await find_runs(bus)))
             log.info(
@@ -304,7 +304,7 @@ class _Versioned(msgspec.Struct):
     wire_version: int = wire.WIRE_VERSION
 
 
-def _decode(run: str, data: bytes) -> wire.RunSpec:
+def _decode_runspec(run: str, data: bytes) -> wire.RunSpec:
     """Decode a RunSpec; one of another wire version may have fields that this program does not
     know.
     """
@@ -315,17 +315,17 @@ def _decode(run: str, data: bytes) -> wire.RunSpec:
     except WireError as error:
         spec = None
         problem = str(error)
-        version = _version(data)
+        version = _wire_version(data)
     if version != wire.WIRE_VERSION:
-        found = f"run {run} uses wire version {version}, this program {wire.WIRE_VERSION}"
+        versions = f"run {run} uses wire version {version}, this program {wire.WIRE_VERSION}"
         remedy = "install the version that started the run, or see docs/operations.md#upgrading"
-        raise UserError(f"{found}; {remedy}")
+        raise UserError(f"{versions}; {remedy}")
     if spec is None:
         raise UserError(f"the RunSpec of run {run} does not decode: {problem}")
     return spec
 
 
-def _version(data: bytes) -> int:
+def _wire_version(data: bytes) -> int:
     """Return the wire version in the encoding of a RunSpec, ours if it has none; nothing else is
     decoded.
     """
@@ -355,7 +355,7 @@ def check_digests(digests: Mapping[str, str]) -> None:
         UserError: if a file is missing or differs; names it.
     """
     for path, expected in digests.items():
-        if (found := digest_file(path)) != expected:
+        if (digest := digest_file(path)) != expected:
             raise UserError(
-                f"{path}: content differs from the run's (digest {found}, expected {expected})"
+                f"{path}: content differs from the run's (digest {digest}, expected {expected})"
             )

@@ -121,7 +121,7 @@ def note(config: dict[str, Any]) -> str:
     """Return the timeouts of a checked configuration in one line, for the operator."""
     envhub = config["envhub"]
     deadlines = {domain["deadline_s"] for domain in config["domains"].values()}
-    groups = " or ".join(f"{each:g}" for each in sorted(deadlines))
+    groups = " or ".join(f"{deadline:g}" for deadline in sorted(deadlines))
     return (
         f"timeouts: a turn {envhub['generate_timeout_s']:g} s, an episode "
         f"{envhub['episode_timeout_s']:g} s, a group "

@@ -28,7 +28,14 @@ def addresses() -> dict[str, list[str]]:
 
 def interface_of(address: str) -> str:
     """Return the name of the interface that has an address, empty if none has it."""
-    return next((name for name, known in addresses().items() if address in known), "")
+    return next(
+        (
+            name
+            for name, interface_addresses in addresses().items()
+            if address in interface_addresses
+        ),
+        "",
+    )
 
 
 def address_of(interface: str) -> str:

@@ -65,7 +65,7 @@ def existing() -> list[int]:
 def select(
     spec: str,
     environ: MutableMapping[str, str] = os.environ,
-    found: Callable[[], list[int]] = existing,
+    find_gpus: Callable[[], list[int]] = existing,
 ) -> Device:
     """Restrict this process to some GPUs; call it before torch is imported.
 
@@ -84,7 +84,7 @@ def select(
         environ["CUDA_VISIBLE_DEVICES"] = ""
         return "cpu"
     numbers = parse(spec)
-    present = found()
+    present = find_gpus()
     missing = [n for n in numbers if n not in present]
     if missing:
         names = f"GPU{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"

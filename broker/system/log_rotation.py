@@ -13,7 +13,7 @@ from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from typing import Final
 
-KEPT: Final = 3  # older files
+MAX_OLD_FILES: Final = 3  # older files
 SIZE: Final = "RL_LOG_MIB"  # environment variable: MiB of a file, 64 by default
 # environment variable that `rlearner up` sets: the file behind stdout and stderr
 OUTPUT: Final = "RL_LOG_OUTPUT"
@@ -31,7 +31,7 @@ def limit_bytes() -> int:
 
 def rotate(path: str) -> None:
     """Rename a log and its older files, dropping the oldest."""
-    for number in range(KEPT - 1, 0, -1):
+    for number in range(MAX_OLD_FILES - 1, 0, -1):
         with suppress(FileNotFoundError):
             os.replace(f"{path}.{number}", f"{path}.{number + 1}")
     with suppress(FileNotFoundError):
@@ -76,10 +76,10 @@ class PrivateLogFile(RotatingFileHandler):
     """
 
     def __init__(self, path: str) -> None:
-        super().__init__(path, maxBytes=limit_bytes(), backupCount=KEPT, encoding="utf-8")
+        super().__init__(path, maxBytes=limit_bytes(), backupCount=MAX_OLD_FILES, encoding="utf-8")
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:
-        """Return whether the file is full; reopen it first if it is no longer the one of that name."""
+        """Return whether the file is full; reopen it first if another has its name."""
         if self.stream is not None and not self._is_current(self.stream):
             self.stream.close()
             self.stream = self._open()

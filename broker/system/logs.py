@@ -43,9 +43,9 @@ class LineFormatter(logging.Formatter):
         return redact(visible(super().format(record), newlines=True))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        given = {key: value for key, value in vars(record).items() if key not in _STANDARD}
-        below = given.pop(TRACEBACK, "")
-        extras = [visible(f"{key}={value}") for key, value in given.items()]
+        fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        below = fields.pop(TRACEBACK, "")
+        extras = [visible(f"{key}={value}") for key, value in fields.items()]
         message = " ".join(record.getMessage().splitlines())
         line = " ".join([*self.start(record), message, *extras])
         return f"{line}\n{below}" if below else line
@@ -88,7 +88,7 @@ class JsonFormatter(logging.Formatter):
             **_identity,
             "message": redact(record.getMessage()),
             **(
-                {"extra": {key: _plain(key, value) for key, value in fields.items()}}
+                {"extra": {key: _plain_value(key, value) for key, value in fields.items()}}
                 if fields
                 else {}
             ),
@@ -97,7 +97,7 @@ class JsonFormatter(logging.Formatter):
         return visible_json(line)
 
 
-def _plain(key: str, value: Any) -> Any:
+def _plain_value(key: str, value: Any) -> Any:
     """Return a value of ``extra`` as JSON has it; redacted before encoding, which would hide a
     secret's quotes.
     """
@@ -187,15 +187,19 @@ def say_error(text: str) -> None:
     """
     plain = f"{ERROR_PREFIX}{redact(visible(text, newlines=True))}"
     is_json = os.environ.get(FORMAT) == "json"
-    record = log.makeRecord(
-        log.name, logging.ERROR, __file__, 0, f"{ERROR_PREFIX}%s", (text,), None
-    )
-    # by stderr even to the journal, which cannot tell the unit of a record whose process has ended
+    record = _error_record(f"{ERROR_PREFIX}%s", text)
+    # By stderr even to the journal, which cannot tell the unit of a record whose process has ended.
     level = journal.ERROR_LEVEL if journal.is_behind_stderr() else ""
     print(f"{level}{JsonFormatter().format(record) if is_json else plain}", file=sys.stderr)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
-            handler.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None))
+            handler.handle(_error_record("%s", text))
+
+
+def _error_record(message: str, text: str) -> logging.LogRecord:
+    return log.makeRecord(
+        log.name, logging.ERROR, __file__, lno=0, msg=message, args=(text,), exc_info=None
+    )
 
 
 def error_of(line: str) -> str:

@@ -23,7 +23,7 @@ def this_machine() -> str:
         return ""
 
 
-def _started(pid: int) -> str | None:
+def _start_time(pid: int) -> str | None:
     """Return a living process's start in clock ticks since boot; None if there is no such process
     or it is a zombie.
     """
@@ -44,7 +44,7 @@ def this_process() -> str:
 def identity_of(pid: int) -> str:
     """Return the identity of a process of this machine; empty if the system does not provide it."""
     machine = this_machine()
-    return f"{machine}/{pid}/{_started(pid)}" if machine else ""
+    return f"{machine}/{pid}/{_start_time(pid)}" if machine else ""
 
 
 def has_ended(identity: str) -> bool:
@@ -55,7 +55,7 @@ def has_ended(identity: str) -> bool:
     if len(parts) != 3 or not parts[1].isdecimal():
         return False
     machine, pid, start_time = parts
-    return bool(machine) and machine == this_machine() and _started(int(pid)) != start_time
+    return bool(machine) and machine == this_machine() and _start_time(int(pid)) != start_time
 
 
 def is_elsewhere(identity: str) -> bool:

@@ -31,10 +31,11 @@ _FORMATS: Final = re.compile(
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"  # AWS
     r"|\bxox[abprs]-[A-Za-z0-9-]{10,}"  # Slack
     r"|\beyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}"  # JWT
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:(?!-----END)[\s\S]){0,8192}(?:-----END [A-Z ]*PRIVATE KEY-----)?"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:(?!-----END)[\s\S]){0,8192}"
+    r"(?:-----END [A-Z ]*PRIVATE KEY-----)?"
 )
 _LOGIN: Final = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]{0,20}://)[^\s/@'\"]{1,512}@")
-_NAMED: Final = re.compile(
+_ASSIGNMENTS: Final = re.compile(
     rf"(?i)(\b{_NAMES}[\"']?\s{{0,2}}=\s{{0,2}}[\"']?)(?!\*\*\*)[^\s\"',;&)}}\]]+"  # api_key=value
     # "api_key": "value"
     rf"|(\b(?:{_NAMES}|token)[\"']?\s{{0,2}}:\s{{0,2}}[\"'])(?!\*\*\*)[^\"'\n]+"
@@ -57,7 +58,7 @@ def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
         text = text.replace(value, HIDDEN)
     text = _FORMATS.sub(HIDDEN, text)
     text = _LOGIN.sub(rf"\1{HIDDEN}@", text)
-    return _NAMED.sub(lambda found: f"{next(filter(None, found.groups()))}{HIDDEN}", text)
+    return _ASSIGNMENTS.sub(lambda match: f"{next(filter(None, match.groups()))}{HIDDEN}", text)
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:

@@ -34,7 +34,7 @@ from promql import History, Series, evaluate, parse_scrape
 from bench.support.fleet import RunFleet, RunProcess, free_port
 from broker.contract.streams import TICKETS
 from broker.jetstream.bus import Bus
-from broker.runtime.process_collector import COUNTED
+from broker.runtime.process_collector import MESSAGE_COUNTS
 from broker.system.children import spawn
 from broker.telemetry.traces import trace_ids
 
@@ -366,7 +366,7 @@ def changed(series: Series, name: str, value: Callable[[float], float], **labels
 # which a process shows itself: test_metrics_endpoint.py
 OF_A_PROCESS = {
     *("rlearner_process_info", "rlearner_process_state", "rlearner_event_loop_lag_seconds"),
-    *(f"rlearner_stream_messages_{what}_total" for what in COUNTED),
+    *(f"rlearner_stream_messages_{what}_total" for what in MESSAGE_COUNTS),
     *("rlearner_broker_server_cpu_seconds_total", "rlearner_broker_server_resident_bytes"),
 }
 RARE = {

@@ -57,7 +57,7 @@ class WorkClock:
         self._pid = pid
         self._states = states
         self._looked_at = time.monotonic()
-        self._cpu_s = _look(pid, states)[0]
+        self._cpu_s = _read_clock(pid, states)[0]
         self.own_s = self.wall_s = self.cpu_s = 0.0
 
     def look(self, most_s: float = float("inf")) -> float:
@@ -69,7 +69,7 @@ class WorkClock:
         now = time.monotonic()
         wall_s = now - self._looked_at
         self._looked_at = now
-        cpu_s, waits = _look(self._pid, self._states)
+        cpu_s, waits = _read_clock(self._pid, self._states)
         used_s = sum(seconds - self._cpu_s.get(pid, 0.0) for pid, seconds in cpu_s.items())
         self._cpu_s = cpu_s
         own_s = min(used_s if waits else wall_s, wall_s, most_s)
@@ -167,7 +167,7 @@ class _Watch:
             log.warning("%s is slow: no answer in %s; still waiting", self._name, clock)
 
 
-def _look(pid: int, states: str) -> tuple[dict[int, float], bool]:
+def _read_clock(pid: int, states: str) -> tuple[dict[int, float], bool]:
     """Return the processor time of a process and its descendants, and whether a thread but this is
     in such a state.
     """
