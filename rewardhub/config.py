@@ -52,22 +52,24 @@ def check(config: dict[str, Any]) -> None:
                 getattr(args, "cpu_s", None) if reward.name in ("math_answer", "format") else None
             )
             if cpu_s is not None and 2 * cpu_s > waits_s:
-                allowed = (
+                raise ConfigError(
+                    f"{key}.args.cpu_s",
+                    cpu_s,
                     f"at most half of rewardhub.timeout_s ({waits_s:g}), to stop a costly "
-                    "answer in time"
+                    "answer in time",
                 )
-                raise ConfigError(f"{key}.args.cpu_s", cpu_s, allowed)
             takes_s = getattr(args, "timeout_s", None)
             if (
                 takes_s is not None
                 and loading.concurrency_of(reward) is None
                 and takes_s >= waits_s
             ):
-                allowed = (
+                raise ConfigError(
+                    f"{key}.args.timeout_s",
+                    takes_s,
                     f"below rewardhub.timeout_s ({waits_s:g}), because the hub treats a "
-                    "late score as a failure"
+                    "late score as a failure",
                 )
-                raise ConfigError(f"{key}.args.timeout_s", takes_s, allowed)
 
 
 def longest_scoring_s(config: dict[str, Any]) -> dict[str, float]:
@@ -135,11 +137,10 @@ def pools_of_kinds(domains: Mapping[str, DomainSection], kinds: Sequence[str]) -
     known_kinds = list(dict.fromkeys(kind for _, _, kind in rewards_of_pools))
     for kind in kinds:
         if kind not in known_kinds:
-            reason = (
+            raise UserError(
                 f"--rewards: {kind!r} is not allowed; the rewards of this run are "
                 f"{', '.join(known_kinds) or 'none'}"
             )
-            raise UserError(reason)
     pools = list(dict.fromkeys(pool for _, pool, kind in rewards_of_pools if kind in kinds))
     for key, pool, kind in rewards_of_pools:
         if pool in pools and kind not in kinds:

@@ -202,11 +202,10 @@ class Program:
         if callable(value):
             self._callbacks.append(value)
             return ["yours", len(self._callbacks) - 1]
-        problem = (
+        raise TypeError(
             f"a {type(value).__name__} cannot be passed to the program; plain data, "
             "functions and its own objects can"
         )
-        raise TypeError(problem)
 
     def _obey(self, question: Any) -> Any:
         """Call a function of the tests for the program."""

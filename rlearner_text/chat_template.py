@@ -146,8 +146,11 @@ def template_source(setting: str | None, *, opens_with_bos: bool = False) -> str
         return setting
     if setting == PLAIN:
         return "{{- bos_token }}" + _PLAIN_SOURCE if opens_with_bos else _PLAIN_SOURCE
-    allowed = "plain, or the text of a template: only the process that starts a run reads the file"
-    raise ConfigError(TEMPLATE_KEY, setting, allowed)
+    raise ConfigError(
+        TEMPLATE_KEY,
+        setting,
+        "plain, or the text of a template: only the process that starts a run reads the file",
+    )
 
 
 def is_template(text: str) -> bool:
@@ -199,9 +202,10 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str) 
             else None
         )
     if template is not None and not isinstance(template, str):
-        problem = (
+        raise ConfigError(
+            "model.path",
+            name,
             "chat_template in its tokenizer_config.json is neither a string nor a list of "
-            "named strings"
+            "named strings",
         )
-        raise ConfigError("model.path", name, problem)
     return template

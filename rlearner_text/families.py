@@ -110,8 +110,9 @@ def check_trained(family: Family | None, path: str | None, train: Mapping[str, A
     if reason := family.refusal(*TRAINED_CELLS):
         raise ConfigError("model.path", path, f"{family.model_type} cannot be trained: {reason}")
     if train["packing"] == "packed" and (reason := family.refusal("packed")):
-        allowed = f"auto or padded with {family.model_type}: {reason}"
-        raise ConfigError("train.packing", "packed", allowed)
+        raise ConfigError(
+            "train.packing", "packed", f"auto or padded with {family.model_type}: {reason}"
+        )
     if train["lora"] and (reason := family.refusal("lora")):
         raise ConfigError("train.lora", train["lora"], f"null with {family.model_type}: {reason}")
 

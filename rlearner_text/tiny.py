@@ -102,15 +102,24 @@ def check_tiny(tiny: TinyModel) -> None:
             or not word.isprintable()
             or tiny.words.count(word) > 1
         ):
-            allowed = "use distinct texts of at least two printable characters, with vocab: chars"
-            raise ConfigError("model.tiny.words", word, allowed)
+            raise ConfigError(
+                "model.tiny.words",
+                word,
+                "use distinct texts of at least two printable characters, with vocab: chars",
+            )
     if tiny.vocab == "bpe":
         if tiny.corpus is None or not Path(tiny.corpus).is_file():
-            allowed = "a bpe vocabulary needs an existing text file to train on"
-            raise ConfigError("model.tiny.corpus", tiny.corpus, allowed)
+            raise ConfigError(
+                "model.tiny.corpus",
+                tiny.corpus,
+                "a bpe vocabulary needs an existing text file to train on",
+            )
         if tiny.vocab_size < (smallest := 256 + len(_BPE_SPECIAL)):
-            allowed = f"a byte-level vocabulary has at least {smallest} tokens"
-            raise ConfigError("model.tiny.vocab_size", tiny.vocab_size, allowed)
+            raise ConfigError(
+                "model.tiny.vocab_size",
+                tiny.vocab_size,
+                f"a byte-level vocabulary has at least {smallest} tokens",
+            )
 
 
 def _write_tokenizer(folder: Path, tiny: TinyModel) -> None:

@@ -270,16 +270,20 @@ def check(config: dict[str, Any]) -> None:
                 f"{domain_key}.min_group_size", smallest, f"at most group_size, which is {size}"
             )
         if domain["straggler_factor"] is not None and (smallest is None or smallest == size):
-            rule = (
+            raise ConfigError(
+                f"{domain_key}.straggler_factor",
+                domain["straggler_factor"],
                 f"left out, or {domain_key}.min_group_size below group_size: only then can a "
-                "group close early"
+                "group close early",
             )
-            raise ConfigError(f"{domain_key}.straggler_factor", domain["straggler_factor"], rule)
         if domain["context"] == "full":
             for key, allowed in (("memory", "recent"), ("history_length", "left out")):
                 if (value := domain[key]) != DomainSection.model_fields[key].default:
-                    rule = f"{allowed} with context full, which shows the whole conversation"
-                    raise ConfigError(f"{domain_key}.{key}", value, rule)
+                    raise ConfigError(
+                        f"{domain_key}.{key}",
+                        value,
+                        f"{allowed} with context full, which shows the whole conversation",
+                    )
         tokens = domain["sampling"]["max_tokens"]
         context = domain["max_context_tokens"]
         if tokens >= context:

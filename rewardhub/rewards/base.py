@@ -136,11 +136,10 @@ def _check_numbers(value: Mapping[Any, object], noun: str) -> dict[str, float]:
     if len(value) > MAX_PARTS or any(
         len(name) > NAME_CHARS or not name.isprintable() for name in value
     ):
-        reason = (
+        raise InvalidScoreError(
             f"a reward has at most {MAX_PARTS} {noun}s with printable names of at most "
             f"{NAME_CHARS} characters"
         )
-        raise InvalidScoreError(reason)
     return {name: _check_number(part, f"{noun} {name!r}") for name, part in value.items()}
 
 

@@ -107,8 +107,9 @@ class CodeReward:
             try:
                 self._last = (sample.reference, parse(sample.reference))
             except InvalidTestsError as error:
-                reason = f"domain {sample.domain!r}, task {sample.task_index}, its tests: {error}"
-                raise InvalidScoreError(reason) from None
+                raise InvalidScoreError(
+                    f"domain {sample.domain!r}, task {sample.task_index}, its tests: {error}"
+                ) from None
         program = last_block(visible_text(sample.response, self._args.thinking))
         if program is None:
             return self._scored(0.0, [])

@@ -102,11 +102,10 @@ def _check_tests(tests: Tests) -> Tests:
             and not names.imports
             and MODULE not in tests.first + "".join(tests.cases)
         ):
-            reason = (
+            raise InvalidTestsError(
                 "they use no name of the program; builtins and modules of Python's library "
                 "are never the program's"
             )
-            raise InvalidTestsError(reason)
     return tests
 
 
@@ -129,11 +128,10 @@ def _parse_mapping(value: dict[str, Any]) -> StdioTests | FunctionCallTests:
     inputs = value.get("inputs")
     outputs = value.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
-        reason = (
+        raise InvalidTestsError(
             "a mapping needs the lists inputs and outputs; it has "
             f"{', '.join(sorted(value)) or 'nothing'}"
         )
-        raise InvalidTestsError(reason)
     if len(inputs) != len(outputs):
         raise InvalidTestsError(f"{len(inputs)} inputs, but {len(outputs)} outputs")
     name = value.get("fn_name")

@@ -114,10 +114,12 @@ def _resolve_reward(name: str, key: str) -> Any:
     except ConfigError as error:
         raise ConfigError(f"{key}.name", name, error.allowed) from None
     if not callable(reward_class):
-        allowed = (
-            f"expected a function or a class, found an object of type {type(reward_class).__name__}"
+        raise ConfigError(
+            f"{key}.name",
+            name,
+            "expected a function or a class, found an object of type "
+            f"{type(reward_class).__name__}",
         )
-        raise ConfigError(f"{key}.name", name, allowed)
     if inspect.isclass(reward_class):
         check_method(f"{key}.name", name, reward_class, "score", ("sample",))
     return reward_class
@@ -141,5 +143,8 @@ def _check_call(function: Any, args: Mapping[str, Any], key: str) -> None:
         signature.bind(None, **args)
     except TypeError as error:
         call_text = f"{getattr(function, '__name__', 'it')}{signature}"
-        allowed = f"{call_text} is called with a sample and these arguments, but {error}"
-        raise ConfigError(f"{key}.args", dict(args), allowed) from None
+        raise ConfigError(
+            f"{key}.args",
+            dict(args),
+            f"{call_text} is called with a sample and these arguments, but {error}",
+        ) from None

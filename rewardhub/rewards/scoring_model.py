@@ -79,8 +79,11 @@ class ScoringModel:
 
     def _check_label(self) -> None:
         if self._head is None and self._args.label >= self._model.config.num_labels:
-            allowed = f"below {self._model.config.num_labels}, the labels of {self._args.path}"
-            raise ConfigError("rewards.args.label", self._args.label, allowed)
+            raise ConfigError(
+                "rewards.args.label",
+                self._args.label,
+                f"below {self._model.config.num_labels}, the labels of {self._args.path}",
+            )
 
     def tokens(self, prompt: str, response: str) -> tuple[list[int], bool]:
         """Return the token ids of question and response, and whether the beginning was cut off."""
@@ -160,11 +163,12 @@ def _value_head(path: str, dtype: torch.dtype) -> torch.nn.Linear:
     }
     if len(weights) != 1:
         head_names = ", ".join(f"{head}.weight" for head in HEADS)
-        allowed = (
+        raise ConfigError(
+            _KEY,
+            path,
             "a sequence classifier, or a model with one value head of shape [1, hidden] "
-            f"among {head_names}"
+            f"among {head_names}",
         )
-        raise ConfigError(_KEY, path, allowed)
     ((name, weight),) = weights.items()
     bias = tensors_by_name.get(name.removesuffix("weight") + "bias")
     head = torch.nn.Linear(weight.shape[1], 1, bias=bias is not None, dtype=dtype)

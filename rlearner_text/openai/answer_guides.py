@@ -42,10 +42,11 @@ def guides_of(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
                 len(guide.schema) + len(guide.before) + len(guide.after) for guide in guides
             )
         ) > MAX_GUIDE_CHARS:
-            message = (
-                f"{param}: schemas of {size} characters are not allowed; at most {MAX_GUIDE_CHARS}"
+            raise HttpError(
+                400,
+                f"{param}: schemas of {size} characters are not allowed; at most {MAX_GUIDE_CHARS}",
+                param=param,
             )
-            raise HttpError(400, message, param=param)
         try:
             _compiler_for(tokenizer).check(guides)
         except GuideError as error:

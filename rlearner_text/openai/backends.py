@@ -103,8 +103,12 @@ def refuse_overlong(tokenizer: Tokenizer, text: str, max_context_tokens: int, pa
         HttpError: if it certainly has more than the context.
     """
     if tokenizer.exceeds(text, max_context_tokens):
-        message = f"the prompt has more than {max_context_tokens} tokens"
-        raise HttpError(400, message, param=param, code="context_length_exceeded")
+        raise HttpError(
+            400,
+            f"the prompt has more than {max_context_tokens} tokens",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 class SingleKeyBackend:

@@ -40,10 +40,11 @@ def server_tls(cert: str, key: str, *, cert_name: str, key_name: str) -> ssl.SSL
         reason = (
             error.reason or "not in PEM" if isinstance(error, ssl.SSLError) else str(error.strerror)
         )
-        allowed = (
-            f"a certificate in PEM that fits {key_name} {key!r} ({_REASONS.get(reason, reason)})"
-        )
-        raise ConfigError(cert_name, cert, allowed) from None
+        raise ConfigError(
+            cert_name,
+            cert,
+            f"a certificate in PEM that fits {key_name} {key!r} ({_REASONS.get(reason, reason)})",
+        ) from None
     _check_private(key, key_name)
     _check_valid(cert, cert_name)
     return context

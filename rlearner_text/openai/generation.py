@@ -158,8 +158,12 @@ def _check_model(body: GenerationBody, served_model: ServedModel) -> None:
         served_model.model,
         served_model.path,
     ):
-        message = f"there is no model {body.model!r}, only {served_model.model!r}"
-        raise HttpError(404, message, param="model", code="model_not_found")
+        raise HttpError(
+            404,
+            f"there is no model {body.model!r}, only {served_model.model!r}",
+            param="model",
+            code="model_not_found",
+        )
 
 
 def _check_top(body: GenerationBody, served_model: ServedModel) -> None:
@@ -171,8 +175,12 @@ def _check_top(body: GenerationBody, served_model: ServedModel) -> None:
     ):
         param = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
         reason = "its engine returns the logprobs of sampled tokens only"
-        message = f"{param}: {body.wanted_top} is not supported by this server; {reason}"
-        raise HttpError(400, message, param=param, code="unsupported_parameter")
+        raise HttpError(
+            400,
+            f"{param}: {body.wanted_top} is not supported by this server; {reason}",
+            param=param,
+            code="unsupported_parameter",
+        )
 
 
 def _check_prompts(

@@ -401,8 +401,11 @@ def parse(raw: bytes, model: type[B]) -> B:
         check_extra(body.model_extra, "")
     if isinstance(body, ChatBody):
         if body.top_logprobs and not body.logprobs:
-            problem = f"top_logprobs: {body.top_logprobs} is not allowed without logprobs: true"
-            raise HttpError(400, problem, param="top_logprobs")
+            raise HttpError(
+                400,
+                f"top_logprobs: {body.top_logprobs} is not allowed without logprobs: true",
+                param="top_logprobs",
+            )
         for number, message in enumerate(body.messages):
             check_extra(
                 message.model_extra, f"messages.{number}.", ignored=frozenset({"name", "refusal"})
@@ -424,8 +427,12 @@ def check_extra(
     """
     for key, value in (extra or {}).items():
         if value is not None and key not in ignored and value not in neutral.get(key, ()):
-            message = f"{prefix}{key} is not supported by this server"
-            raise HttpError(400, message, param=prefix + key, code="unsupported_parameter")
+            raise HttpError(
+                400,
+                f"{prefix}{key} is not supported by this server",
+                param=prefix + key,
+                code="unsupported_parameter",
+            )
 
 
 def validation_error(error: ValidationError, place: str = "") -> HttpError:

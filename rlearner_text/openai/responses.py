@@ -239,8 +239,11 @@ def _validate_item(model: type[T], value: dict[str, Any], place: str) -> T:
     content = value.get("content", value.get("output"))
     for part in content if isinstance(content, list) else ():
         if isinstance(part, dict) and part.get("type") not in _TEXTS:
-            message = f"{place}: only text parts are supported, found type {part.get('type')!r}"
-            raise HttpError(400, message, param=place)
+            raise HttpError(
+                400,
+                f"{place}: only text parts are supported, found type {part.get('type')!r}",
+                param=place,
+            )
     try:
         return model.model_validate(
             {key: field for key, field in value.items() if field is not None}
@@ -252,11 +255,13 @@ def _validate_item(model: type[T], value: dict[str, Any], place: str) -> T:
 def _chat_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     """Convert a tool to a chat's form, without fields that chat templates do not use."""
     if tool.get("type") != "function":
-        message = (
+        raise HttpError(
+            400,
             f"{place}.type: {tool.get('type')!r} is not allowed; only tools of type "
-            "'function' are supported"
+            "'function' are supported",
+            param=f"{place}.type",
+            code="unsupported_parameter",
         )
-        raise HttpError(400, message, param=f"{place}.type", code="unsupported_parameter")
     function_tool = _validate_item(FunctionTool, tool, place)
     function: dict[str, Any] = {"name": function_tool.name}
     function |= (

@@ -270,8 +270,11 @@ class HttpServer:
     def _call(self, request: web.Request) -> Call:
         caller = self._find_caller(request.headers.get("Authorization"))
         if caller is None:
-            message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
-            raise HttpError(401, message, code="invalid_api_key")
+            raise HttpError(
+                401,
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
         call = Call(caller)
         set_call(request, call)
         return call
