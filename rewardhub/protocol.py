@@ -90,12 +90,10 @@ def encode_message(
     | CancelScoreRequest
     | NumberedReply,
 ) -> bytes:
-    """Encode a message."""
     return _ENCODER.encode(message)
 
 
 def decode_request(data: bytes) -> LoadRewardRequest | ScoreRequest:
-    """Decode a hub's request."""
     return _REQUESTS.decode(data)
 
 

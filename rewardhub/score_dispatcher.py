@@ -106,7 +106,6 @@ class ScoreDispatcher:
         )
 
     async def close(self) -> None:
-        """Kill all processes."""
         await self._workers.close()
         await self._hosts.close()
 

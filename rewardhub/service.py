@@ -263,9 +263,11 @@ class RewardhubService:
         self.domains = domains(self.spec.config)
         present, (pools, kinds) = all_pools(self.domains), self._chosen
         named_pools = [pool for pool in pools if pool in present]
-        serving_pools = (
-            named_pools if pools else pools_of_kinds(self.domains, kinds) if kinds else present
-        )
+        serving_pools = present
+        if pools:
+            serving_pools = named_pools
+        elif kinds:
+            serving_pools = pools_of_kinds(self.domains, kinds)
         for pool in set(self.pools) - set(serving_pools):
             log.info("pool %s is no longer part of the run", pool)
             self._feeds.pop(pool).cancel()

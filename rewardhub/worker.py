@@ -40,7 +40,6 @@ class RewardWorker:
         self._loop = asyncio.Runner()
 
     def close(self) -> None:
-        """Close the event loop."""
         self._loop.close()
 
     def answer(

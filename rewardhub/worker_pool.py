@@ -274,7 +274,6 @@ class RewardWorkerPool:
         return score_of_reply(answer)
 
     async def close(self) -> None:
-        """Kill all workers."""
         if self._watching is not None:
             self._watching.cancel()
         await asyncio.gather(*(self._bury(worker) for worker in list(self._living)))

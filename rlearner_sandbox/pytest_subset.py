@@ -66,5 +66,4 @@ class approx:
 
 
 def fail(reason: str = "") -> NoReturn:
-    """Fail."""
     raise AssertionError(reason)

@@ -249,7 +249,6 @@ class ProcessLoop:
         self._selector.close()
 
     def add(self, talk: SandboxProcess) -> None:
-        """Add a process."""
         self._talks.append(talk)
         talk.register(self._selector)
 

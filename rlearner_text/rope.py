@@ -56,7 +56,7 @@ def fix_rope(model: torch.nn.Module, max_context: int) -> tuple[str, ...]:
 def _fix_frequencies(module: Any, kind: str, max_context: int, layer_type: str | None) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    prefix = "" if layer_type is None else f"{layer_type}_"
+    prefix = f"{layer_type}_" if layer_type else ""
     frequencies: torch.Tensor = getattr(module, f"{prefix}inv_freq")
     if frequencies.is_meta:
         raise ValueError("rotary frequencies on the meta device cannot be fixed")

@@ -100,11 +100,9 @@ def stored_groups(
         return [(list(shapes), whole)]
     parts = {name: tensor.shape for _, form in groups for name, tensor in form.items()}
     is_same = parts == {name: tensor.shape for name, tensor in whole.items()}
-    return (
-        groups
-        if is_same and len(parts) == sum(len(form) for _, form in groups)
-        else [(list(shapes), whole)]
-    )
+    if is_same and len(parts) == sum(len(form) for _, form in groups):
+        return groups
+    return [(list(shapes), whole)]
 
 
 class _ViewsOnly(TorchFunctionMode):

@@ -72,11 +72,9 @@ class ToolSyntax:
         """
         calls: list[ToolCall] = []
         if not self.opener:
-            return (
-                self._read(text.lstrip(), calls)[0]
-                if text.lstrip().startswith(("{", "["))
-                else calls
-            )
+            if text.lstrip().startswith(("{", "[")):
+                return self._read(text.lstrip(), calls)[0]
+            return calls
         remainder = text
         while (at := remainder.find(self.opener)) >= 0:
             calls, remainder = self._read(remainder[at + len(self.opener) :].lstrip(), calls)

@@ -91,7 +91,6 @@ class Health:
         self.refresh()
 
     def refresh(self) -> None:
-        """Ask the source now."""
         if self._source is not None:
             try:
                 state, self.status = self._source()

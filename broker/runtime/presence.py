@@ -93,7 +93,6 @@ class Roster:
         await asyncio.gather(*self._tasks)
 
     async def close(self) -> None:
-        """Stop listening."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

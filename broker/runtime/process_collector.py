@@ -92,7 +92,6 @@ class LoopLag:
             self._sum_s += late_s
 
     def family(self, labels: Mapping[str, str]) -> Metric:
-        """Return the histogram."""
         text = "How late the event loop ran a timer, in seconds."
         family = HistogramMetricFamily(
             "rlearner_event_loop_lag_seconds", text, labels=tuple(labels)

@@ -80,7 +80,6 @@ class PresenceVerifier:
 
 
 def _signed_statement(run: str, presence: wire.Presence) -> bytes:
-    """Return what a process signs."""
     refusal = presence.refusal
     values = [
         run,

@@ -97,7 +97,6 @@ class WorkHealth:
     # -- trials
 
     def start_trials(self) -> None:
-        """Start the trials that are due."""
         for key in self._keys:
             breaker = self._breakers[key]
             if breaker.due(time.monotonic()):

@@ -82,7 +82,6 @@ def share(text: str) -> float:
 
 
 def names(text: str) -> list[str]:
-    """Parse names separated by commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 

@@ -142,11 +142,10 @@ def _load_target(kind: str, name: str, target: str) -> Any:
     source, _, attribute = target.rpartition(":")
     if not source or not attribute:
         raise ConfigError(kind, name, "write 'package.module:attribute' or 'file.py:attribute'")
-    module = (
-        _from_file(kind, name, Path(source))
-        if source.endswith(".py")
-        else _from_path(kind, name, source)
-    )
+    if source.endswith(".py"):
+        module = _from_file(kind, name, Path(source))
+    else:
+        module = _from_path(kind, name, source)
     plugin: Any = module
     for part in attribute.split("."):
         if not hasattr(plugin, part):

@@ -132,7 +132,6 @@ def is_near(gold: Any, answer: Any, digits: int) -> bool:
 
 
 def last_number(text: str) -> Node | None:
-    """Return the last number of prose."""
     numbers = _find_numbers(text)
     return read(numbers[-1]) if numbers and len(numbers[-1]) <= math_text.LONGEST_NUMBER else None
 

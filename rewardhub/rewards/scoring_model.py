@@ -38,11 +38,9 @@ class ScoringModel:
             else args.device
         )
         torch.set_num_threads(args.num_threads)
-        name = (
-            ("bfloat16" if self._device.startswith("cuda") else "float32")
-            if args.dtype == "auto"
-            else args.dtype
-        )
+        name = args.dtype
+        if name == "auto":
+            name = "bfloat16" if self._device.startswith("cuda") else "float32"
         dtype = getattr(torch, name)
         trusted = args.trust_remote_code
         self._tokenizer = Tokenizer.load(

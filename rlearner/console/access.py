@@ -102,7 +102,6 @@ class ConsoleAccess:
         return True
 
     def end(self, cookie: str) -> None:
-        """End a session."""
         self._sessions.pop(_digest_token(cookie), None)
 
     def _begin(self, now: float) -> str:

@@ -117,7 +117,6 @@ def _find_run(state: ConsoleState, name: str) -> ConsoleRun | None:
 
 
 def make_app(state: ConsoleState) -> Any:
-    """Return the ASGI application."""
     outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     outer.mount("/assets", StaticFiles(directory=WEB))
     ui.add_head_html(HEAD, shared=True)

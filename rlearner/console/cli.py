@@ -14,7 +14,6 @@ PORT: Final = 8870
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command."""
     text = "show runs in a browser: curves, timeline, processes, trajectories, dead letters"
     parser: argparse.ArgumentParser = commands.add_parser("console", help=text, description=text)
     parser.add_argument(

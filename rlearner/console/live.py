@@ -112,7 +112,6 @@ class LiveRun:
         self.listen(lambda: None)()
 
     async def close(self) -> None:
-        """Disconnect."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)

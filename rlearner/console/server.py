@@ -83,11 +83,9 @@ async def serve_console(options: argparse.Namespace, stop: Stop) -> int:
 
 
 def _describe_rights(options: argparse.Namespace) -> str:
-    return (
-        "with operator's actions"
-        if options.actions
-        else "read-only; --actions allows to pause, stop and the like"
-    )
+    if options.actions:
+        return "with operator's actions"
+    return "read-only; --actions allows to pause, stop and the like"
 
 
 def _find_place(options: argparse.Namespace) -> tuple[Path, str]:

@@ -89,7 +89,6 @@ class ConsoleRun:
         )
 
     async def close(self) -> None:
-        """Stop following."""
         await asyncio.to_thread(self.follower.close)
         await self.live.close()
 
@@ -157,5 +156,4 @@ class ConsoleState:
                 await self._runs.pop(name).close()
 
     async def close(self) -> None:
-        """Close all runs."""
         await asyncio.gather(self.list.close(), *(run.close() for run in self._runs.values()))

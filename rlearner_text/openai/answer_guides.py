@@ -89,11 +89,9 @@ def close_objects(schema: Any) -> Any:
             if isinstance(inner, list)
             else close_objects(inner)
         )
-    return (
-        closed
-        if "properties" not in schema or _OPEN & schema.keys()
-        else closed | {"additionalProperties": False}
-    )
+    if "properties" in schema and not _OPEN & schema.keys():
+        closed["additionalProperties"] = False
+    return closed
 
 
 @lru_cache(maxsize=8)

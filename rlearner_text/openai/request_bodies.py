@@ -184,7 +184,6 @@ class ChatMessage(StrictModel):
 
     @property
     def text(self) -> str:
-        """The text of all parts."""
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""

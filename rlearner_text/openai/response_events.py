@@ -101,7 +101,6 @@ class ResponsesFormat:
         return message + [self.call(call, number, "completed") for number, call in enumerate(calls)]
 
     def message(self, status: str, parts: list[dict[str, Any]]) -> Item:
-        """Return the message item."""
         item = {"id": f"msg_{self._writer.reply_id}", "type": "message", "role": "assistant"}
         return item | {"status": status, "content": parts}
 

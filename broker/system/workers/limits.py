@@ -95,11 +95,9 @@ def kill_tree(pid: int) -> None:
 
 def how_ended(status: int) -> str:
     """Describe an exit code of ``subprocess``."""
-    return (
-        f"died by {signal.Signals(-status).name}"
-        if status < 0
-        else f"ended with exit code {status}"
-    )
+    if status < 0:
+        return f"died by {signal.Signals(-status).name}"
+    return f"ended with exit code {status}"
 
 
 def too_much(used_mib: float, memory_mib: int) -> str:

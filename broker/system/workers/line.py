@@ -94,5 +94,4 @@ class WorkerSocket:
             raise HungUp("the other end closed") from None
 
     def close(self) -> None:
-        """Close the socket."""
         self._writer.close()

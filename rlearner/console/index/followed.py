@@ -76,7 +76,6 @@ def sources_of(connection: sqlite3.Connection, kind: str) -> dict[str, Source]:
 
 
 def begin(connection: sqlite3.Connection, kind: str, name: str, first: int = 0) -> Source:
-    """Begin to follow a file."""
     row = connection.execute(
         "INSERT INTO sources (kind, name, first) VALUES (?, ?, ?)", (kind, name, first)
     )

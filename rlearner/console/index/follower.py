@@ -61,7 +61,6 @@ class RunFollower:
         self._inode = 0
 
     def start(self) -> None:
-        """Begin to follow."""
         self._thread.start()
 
     def close(self) -> None:

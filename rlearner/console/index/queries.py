@@ -205,7 +205,6 @@ class RunQueries:
             raise
 
     def close(self) -> None:
-        """Close this thread's connection."""
         if (opened := getattr(self._local, "held", None)) is not None:
             opened[1].close()
             self._local.held = None

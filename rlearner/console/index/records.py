@@ -227,7 +227,6 @@ class _Rows:
                 self._responses.append((self._trajectory, searchable(trajectory.response)))
 
     def store(self) -> None:
-        """Write them."""
         connection = self._connection
         connection.executemany("INSERT INTO frames VALUES (?, ?, ?, ?, ?, ?, ?, ?)", self._frames)
         connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)", self._groups)

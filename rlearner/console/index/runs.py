@@ -73,7 +73,6 @@ class RunList:
         )
 
     async def close(self) -> None:
-        """Stop asking."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)

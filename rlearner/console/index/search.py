@@ -55,11 +55,10 @@ def search(
         raise ConfigError("order", order, f"one of {', '.join(ORDERS)}")
     conditions, values = _filter_conditions(connection, criteria)
     condition = " AND ".join(conditions) or "1"
-    total = (
-        connection.execute(f"SELECT count(*) {_FROM} WHERE {condition}", values).fetchone()[0]
-        if count
-        else None
-    )
+    total = None
+    if count:
+        query = f"SELECT count(*) {_FROM} WHERE {condition}"
+        total = connection.execute(query, values).fetchone()[0]
     expression, direction = ORDERS[order]
     # Scanning the index by seq and sorting is faster than walking another one until enough rows
     # match.

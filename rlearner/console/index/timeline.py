@@ -137,11 +137,7 @@ def _phase_spans(
 ) -> list[TimelineSpan]:
     """Return the phases of the steps of which the learner reported nothing."""
     begins = np.array([span.start for span in reported])
-    ends = (
-        np.maximum.accumulate(np.array([span.end for span in reported]))
-        if reported
-        else np.zeros(0)
-    )
+    ends = np.maximum.accumulate([span.end for span in reported] or np.zeros(0))
     phase_spans = []
     for step, time, wall, train, offer in phases:
         middle = time - wall / 2

@@ -32,7 +32,6 @@ COLUMNS: Final[list[dict[str, Any]]] = [
 
 
 async def dead_letters_page(state: ConsoleState, run: ConsoleRun) -> None:
-    """Build the page."""
     page = Page(state)
     records: dict[int, LogRecord] = {}
     problem = ""

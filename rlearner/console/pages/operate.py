@@ -53,7 +53,6 @@ REQUESTS: Final[tuple[tuple[Action, str, str], ...]] = (
 
 
 async def actions_page(state: ConsoleState, run: ConsoleRun) -> None:
-    """Build the page."""
     page = Page(state)
     with frame(state, "Actions", run.name, "actions") as banners:
         with tag("div", classes="head"):

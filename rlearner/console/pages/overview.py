@@ -65,7 +65,6 @@ class Curve:
 
 
 async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None:
-    """Build the page of one run."""
     page = Page(state)
     queries = run.queries
     extra_metrics = [name for name in more.split(",") if name][:12]
@@ -180,11 +179,9 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         evaluation.tell_all("marks", _event_marks(now))
 
     async def refresh_limit() -> None:
-        text = (
-            await ask(lambda: _find_bottleneck(queries.newest_rows(HISTORY), run.config))
-            if newest
-            else ""
-        )
+        if not newest:
+            return
+        text = await ask(lambda: _find_bottleneck(queries.newest_rows(HISTORY), run.config))
         if text and limit._text != f"bottleneck: {text}":
             limit._text = f"bottleneck: {text}"
             limit.update()
@@ -287,11 +284,9 @@ def _run_state(run: ConsoleRun, step: int, live: BrokerView) -> tuple[str, str, 
 
 def _time_left(run: ConsoleRun, step: int, last: dict[str, float]) -> str:
     seconds = last.get("time/step")
-    return (
-        f", {format_duration(seconds * (run.steps - step))} left"
-        if seconds and 0 < step < run.steps
-        else ""
-    )
+    if seconds and 0 < step < run.steps:
+        return f", {format_duration(seconds * (run.steps - step))} left"
+    return ""
 
 
 def _evaluation_series(results: list[EvaluationResult]) -> list[dict[str, Any]]:

@@ -51,7 +51,6 @@ COLUMNS: Final[list[dict[str, Any]]] = [
 
 
 async def runs_page(state: ConsoleState, compare: str, metric: str) -> None:
-    """Build the page of all runs."""
     page = Page(state)
     rows = await state.list.rows()
     names = {row.name for row in rows}
