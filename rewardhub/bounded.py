@@ -68,7 +68,8 @@ class BoundedFunction:
                 )
             raise RuntimeError(f"the process that computes {limits.how_ended(status)}")
         if reply[:1] == _COSTLY:
-            self._child = None  # its memory may hold unfinished work
+            # Its memory may hold unfinished work.
+            self._child = None
             raise TooCostly(reply[1:].decode())
         if reply[:1] == _FAILED:
             raise RuntimeError(reply[1:].decode())
@@ -109,7 +110,8 @@ class _Child:
 
 
 def _end_process(fd_in: int, fd_out: int, pid: int) -> int:
-    os.close(fd_out)  # an idle process exits when this closes
+    # An idle process exits when this closes.
+    os.close(fd_out)
     os.close(fd_in)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 

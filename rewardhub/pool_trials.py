@@ -56,7 +56,8 @@ class PoolTrials:
                 try:
                     ending = await score_group(GroupScoring(group, rewards, 0), rewards, scorers)
                 except NoWorkerError as error:
-                    samples.append(group)  # the episode is not at fault
+                    # The episode is not at fault.
+                    samples.append(group)
                     return False, str(error)
                 return isinstance(ending, ForwardAction), "" if isinstance(
                     ending, ForwardAction

@@ -20,7 +20,8 @@ from broker.settings.preflight import PreflightFinding
 from broker.settings.runspec import domains
 from rewardhub.rewards import math_extract, math_text
 
-LOOK_S: Final = 20.0  # for the references of one reward; the others are only counted
+# For the references of one reward; the others are only counted.
+LOOK_S: Final = 20.0
 MAX_EXAMPLES: Final = 5
 MAX_EXAMPLE_CHARS: Final = 40
 NO_ANSWER: Final = "holds no answer"

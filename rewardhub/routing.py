@@ -22,7 +22,8 @@ from broker.settings.config import DomainSection, RewardConfig
 from rewardhub.config import reward_labels
 from rewardhub.rewards.base import Sample, Scored, Value
 
-ENV: Final = "env"  # the environment's part of a trajectory's reward
+# The environment's part of a trajectory's reward.
+ENV: Final = "env"
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,8 @@ class GroupScoring:
         self._brought = self._scored_before()
         self._values |= self._brought
         self.num_retries = self.num_asked = 0
-        self.failed_episode = group.trajectories[0].episode  # the one that failed, if any
+        # The one that failed, if any.
+        self.failed_episode = group.trajectories[0].episode
         self.ended = False
 
     @property

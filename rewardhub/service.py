@@ -167,7 +167,8 @@ class RewardhubService:
                 )
                 for feed in self._feeds.values():
                     if feed.done():
-                        feed.result()  # a feed ends only with an error, which this raises
+                        # A feed ends only with an error, which this raises.
+                        feed.result()
                 self._abandon_lapsed()
                 self._follow_spec()
                 self.health.start_trials()
@@ -222,7 +223,8 @@ class RewardhubService:
 
     def _accept(self, pool: str, delivery: Delivery) -> None:
         if job := self._jobs.get(delivery.seq):
-            job.delivery = delivery  # delivered again: acknowledge the newest delivery
+            # Delivered again: acknowledge the newest delivery.
+            job.delivery = delivery
             return
         self._follow_spec()
         job = self._jobs[delivery.seq] = _Job(pool, delivery)
@@ -273,7 +275,8 @@ class RewardhubService:
             self._feeds.pop(pool).cancel()
         for pool in set(serving_pools) - set(self.pools):
             log.info("pool %s is new", pool)
-        self.pools[:] = serving_pools  # in place, as self.health shares the list
+        # In place, as self.health shares the list.
+        self.pools[:] = serving_pools
         self.workers.adopt(self._rewards())
         for pool in serving_pools:
             self.health.renew(pool)
@@ -287,7 +290,8 @@ class RewardhubService:
             group = await job.delivery.load()
             if not isinstance(group, wire.Group):
                 await self._refuse(job)
-            elif not self.health.takes(job.pool):  # fetched before the pool was found broken
+            elif not self.health.takes(job.pool):
+                # Fetched before the pool was found broken.
                 await self._hand_back(job, self.health.delay_s(job.pool), "its pool fails here")
             elif refused := find_refusal(group, job.pool, self.domains, job.delivery.num_delivered):
                 await self._close(job, group.ticket, group.domain, group.eval_step, refused)
@@ -321,7 +325,8 @@ class RewardhubService:
         self.tally.cost += scoring.cost
         key = ticket_key(group.ticket, evaluation=group.eval_step >= 0)
         if isinstance(ending, ForwardAction):
-            if scoring.num_asked:  # else others have scored it
+            # Else others have scored it.
+            if scoring.num_asked:
                 self.health.succeeded(job.pool)
                 self.trials.forget(job.pool)
         elif self._fails(job, key, scoring, ending):

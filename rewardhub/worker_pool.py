@@ -146,7 +146,8 @@ class RewardWorkerProcess:
     async def kill(self) -> None:
         """Kill it and its descendants."""
         self._line.close()
-        limits.kill_tree(self.child.pid)  # it leads its own session
+        # It leads its own session.
+        limits.kill_tree(self.child.pid)
         await asyncio.to_thread(self.child.wait)
 
 
@@ -242,7 +243,8 @@ class RewardWorkerPool:
         self.num_busy += 1
         try:
             if worker is not None and worker.loaded is not self._rewards:
-                await self._bury(worker)  # loading other rewards may take longer than a score
+                # Loading other rewards may take longer than a score.
+                await self._bury(worker)
                 worker = None
             worker = worker or await self._start_one()
             healthy = worker

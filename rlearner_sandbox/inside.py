@@ -52,13 +52,15 @@ def boot_program() -> None:
     limit(resource.RLIMIT_CORE, 0)
     if hasattr(resource, "RLIMIT_MSGQUEUE"):
         limit(resource.RLIMIT_MSGQUEUE, 0)
-    for name in ("exit", "quit"):  # without ``site``, which costs half a start
+    # Without ``site``, which costs half a start.
+    for name in ("exit", "quit"):
         setattr(builtins, name, Quitter(name, "Ctrl-D (i.e. EOF)"))
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in (fd, channel):
             try:
                 os.close(int(name))
-            except OSError:  # the descriptor that listed them
+            except OSError:
+                # The descriptor that listed them.
                 pass
     for open_fd in {fd, channel} - {-1}:
         os.set_inheritable(open_fd, False)

@@ -28,7 +28,8 @@ LIBRARY: Final = {
     "Tuple", "Union"),
         "typing"),
 }  # fmt: skip
-UNSAFE: Final = frozenset({"eval", "exec"})  # what a program returns would run among the tests
+# What a program returns would run among the tests.
+UNSAFE: Final = frozenset({"eval", "exec"})
 MODULE: Final = "solution"
 _NO_SUBJECT: Final = (type, bool, type(None), type(NotImplemented), type(...))
 

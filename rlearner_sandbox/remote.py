@@ -18,7 +18,8 @@ from typing import Any, NoReturn
 from rlearner_sandbox.channel import Channel, TooMuch
 from rlearner_sandbox.plain import MUTABLE, Garbled, from_json, put_back, to_json
 
-PROGRAM_GONE = 88  # exit code of tests whose program is gone
+# Exit code of tests whose program is gone.
+PROGRAM_GONE = 88
 MOST_ITEMS = 1_000_000  # of an iterator that is given to the program
 # Modules whose exceptions are the same on both sides. A test runner takes all of them for failures.
 SHARED = frozenset(
@@ -116,7 +117,8 @@ class Iterated(Thing):
 def _forward_operation(name: str, *, takes_others: bool) -> Callable[..., Any]:
     def operation(self: Object, *args: Any) -> Any:
         if not takes_others and not all(isinstance(argument, Object) for argument in args):
-            return NotImplemented  # it would learn what the test expects, and choose the difference
+            # It would learn what the test expects, and choose the difference.
+            return NotImplemented
         return _current_program().do(name, self, *args)
 
     return operation
@@ -154,7 +156,8 @@ class Program:
             TypeError: if an argument cannot be passed on.
         """
         arguments = [to_json(argument, self._theirs) for argument in args]
-        is_captured = sys.stdout is not sys.__stdout__  # the test looks at what is printed
+        # The test looks at what is printed.
+        is_captured = sys.stdout is not sys.__stdout__
         keyword_arguments = {
             key: to_json(argument, self._theirs) for key, argument in keywords.items()
         }
@@ -173,7 +176,8 @@ class Program:
             error = self._error(*details)
         except (Garbled, ValueError, TypeError, IndexError, KeyError, AttributeError):
             sys.excepthook(*sys.exc_info())
-            os._exit(PROGRAM_GONE)  # it answers what no program does
+            # It answers what no program does.
+            os._exit(PROGRAM_GONE)
         raise error
 
     def attribute(self, thing: Any, name: str) -> Any:

@@ -26,7 +26,8 @@ from rlearner_sandbox.talk import ProcessLoop, SandboxFailed, SandboxProcess
 Kind = Literal["bubblewrap", "none"]
 Task = Literal["script", "asserts", "calls"]
 
-LAST_WORDS_S: Final = 2.0  # for a program whose tests say that it is gone, to end as it does
+# For a program whose tests say that it is gone, to end as it does.
+LAST_WORDS_S: Final = 2.0
 
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 

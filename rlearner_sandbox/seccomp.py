@@ -172,7 +172,8 @@ def program(machine: str | None = None, *, memory_files: bool = False) -> bytes:
     code += [_instruction(AT_LEAST, table.last + 1, 1, 0), _instruction(RETURN, ALLOW)]
     for number in NEWER:
         code += _if_equal(number, _instruction(RETURN, ALLOW))
-    return b"".join([*code, _fail_with(errno.ENOSYS)])  # C libraries then use an older call
+    # C libraries then use an older call.
+    return b"".join([*code, _fail_with(errno.ENOSYS)])
 
 
 def _if_equal(value: int, *body: bytes) -> list[bytes]:

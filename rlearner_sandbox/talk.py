@@ -132,7 +132,8 @@ class SandboxProcess:
             except BlockingIOError:
                 pass
             except OSError:
-                self._pending = b""  # it does not listen any more
+                # It does not listen any more.
+                self._pending = b""
         if not events & selectors.EVENT_READ:
             return
         if fd == self._handle:  # it has ended

@@ -58,7 +58,8 @@ def remove_folder(folder: Path) -> None:
     own name.
     """
     doomed = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(doomed, ignore_errors=True)  # left by an earlier crash
+    # Left by an earlier crash.
+    shutil.rmtree(doomed, ignore_errors=True)
     replace(folder, doomed)
     shutil.rmtree(doomed)
 
@@ -66,7 +67,8 @@ def remove_folder(folder: Path) -> None:
 def _swap_folders(work: Path, final: Path) -> None:
     try:
         exchange(work, final)
-    except OSError:  # the file system cannot
+    except OSError:
+        # The file system cannot.
         _rename_twice(work, final)
     else:
         shutil.rmtree(work, ignore_errors=True)  # the old one

@@ -56,7 +56,8 @@ class GuideCompiler:
             raise GuideError("guided answers need a model with an end token")
         try:
             return LLTokenizer(str(file), n_vocab=self._size, eos_token=ends)
-        except ValueError:  # it knows the decoders of bytes only, not of whole characters or words
+        except ValueError:
+            # It knows the decoders of bytes only, not of whole characters or words.
             spelled = TokenizerWrapper(SpelledTokens(self._tokenizer))
             return LLTokenizer(spelled, n_vocab=self._size, eos_token=ends)
 
@@ -77,7 +78,8 @@ class GuideCompiler:
         from llguidance import LLMatcher
 
         grammar = self.grammar(guides)
-        with self._lock:  # created once for all threads
+        # Created once for all threads.
+        with self._lock:
             own = self._own
         matcher = LLMatcher(own, grammar, log_level=0)
         if matcher.is_error():

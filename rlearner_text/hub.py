@@ -211,7 +211,8 @@ def _stored_shapes(folder: Path) -> dict[str, list[int]] | None:
             header.pop("__metadata__", None)
             shapes |= {name: tensor["shape"] for name, tensor in header.items()}
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
-            return None  # loading the model reports the error
+            # Loading the model reports the error.
+            return None
     return shapes
 
 
@@ -249,7 +250,8 @@ def _download_files(name: str, key: str, patterns: tuple[str, ...]) -> str:
         ) from None
     except LocalEntryNotFoundError:
         problem = "no such folder here, not in the hub's cache, and the hub cannot be reached"
-    except OSError as error:  # all errors from the hub's answer are OSErrors
+    except OSError as error:
+        # All errors from the hub's answer are OSErrors.
         problem = (
             f"no such folder here, and the hub answered {type(error).__name__}: "
             f"{_first_line(error)}"

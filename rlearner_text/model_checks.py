@@ -34,7 +34,8 @@ _TOKENIZERS: Final = (
 )
 _NAMED_TYPE: Final = re.compile(r'"([\w.-]+)"[,:]\s*"\w+Config"')
 _TYPE_FILES: Final = ("auto_mappings.py", "configuration_auto.py")
-_FEWEST_TYPES: Final = 100  # transformers has 700; fewer were found if its files look different
+# transformers has 700; fewer were found if its files look different.
+_FEWEST_TYPES: Final = 100
 _QUANTIZED_FILES: Final = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _QUANTIZED_NAMES: Final = {
     "fp8": "FP8",

@@ -25,7 +25,8 @@ from broker.errors import ConfigError, UserError
 from broker.system.private_files import private_folder
 from broker.system.workers.environment import worker_environment
 
-CPU_S: Final = 20  # published tokenizers take below 3 s, templates milliseconds
+# Published tokenizers take below 3 s, templates milliseconds.
+CPU_S: Final = 20
 MEMORY_BYTES: Final = 4 << 30
 WITHIN_S: Final = 300.0  # by the clock, on a machine with other work
 OUT_OF_MEMORY: Final = 3  # exit codes of the child

@@ -16,9 +16,11 @@ import numpy as np
 
 from rlearner_text.tokenizer import Tokenizer
 
-SHORTEST: Final = 72  # tokens; past the chunks of 64 in which kernels of linear attention compute
+# Tokens; past the chunks of 64 in which kernels of linear attention compute.
+SHORTEST: Final = 72
 MARGIN: Final = 32  # tokens past the last switch
-FEWEST: Final = 12  # different tokens; attention to equal tokens is alike, whatever it sees
+# Different tokens; attention to equal tokens is alike, whatever it sees.
+FEWEST: Final = 12
 
 # Settings whose value is a number of tokens at which attention or a recurrent kernel changes.
 _SWITCH: Final = re.compile(r"window|chunk|local_attention|floor_scale|index_topk$")
@@ -128,7 +130,8 @@ def probe_tokens(
             if not piece:
                 break
             ids += piece
-    if len(ids) < length or len(set(ids)) < FEWEST:  # no tokenizer, or one that knows no letters
+    # No tokenizer, or one that knows no letters.
+    if len(ids) < length or len(set(ids)) < FEWEST:
         ids = np.random.default_rng(start).integers(0, vocab_size, length).tolist()
     return ids[:length]
 

@@ -12,7 +12,8 @@ from typing import Any, Final
 
 import torch
 
-FIXED: Final = "fixed"  # a rope_type that transformers never updates
+# A rope_type that transformers never updates.
+FIXED: Final = "fixed"
 _CHANGING: Final = frozenset({"longrope", "dynamic"})
 
 

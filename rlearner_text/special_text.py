@@ -8,7 +8,8 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-CUT: Final = "\U0010fffe"  # a noncharacter, which Unicode reserves for use inside a program
+# A noncharacter, which Unicode reserves for use inside a program.
+CUT: Final = "\U0010fffe"
 # characters that are searched in one call, which holds the interpreter's lock
 _PIECE: Final = 65_536
 

@@ -49,7 +49,8 @@ def use_conversions(
     selected = []
     for name in stored_names:
         renamed, _ = rename_source_key(name, renamings, converters, prefix, own)
-        if renamed not in own:  # then it is not to be renamed, or not held at all
+        # Then it is not to be renamed, or not held at all.
+        if renamed not in own:
             renamed = rename_source_key(name, [], [], prefix, own)[0]
         if renamed not in own or renamed in unchanged:
             selected.append(name)

@@ -26,8 +26,10 @@ Role = Literal["user", "tool"]
 
 _QUESTIONS: Final = ("first probe question", "second probe question", "third probe question")
 _ANSWERS: Final = ("first probe answer 11213", "second probe answer 31415")
-_DELTAS_KEPT: Final = 4096  # observations repeat; rendering a template takes about 0.1 ms
-_OPENINGS_KEPT: Final = 256  # the episodes of a group start with the same text
+# Observations repeat; rendering a template takes about 0.1 ms.
+_DELTAS_KEPT: Final = 4096
+# The episodes of a group start with the same text.
+_OPENINGS_KEPT: Final = 256
 
 
 class TemplateRules:
@@ -333,7 +335,8 @@ def channel_reader(tokenizer: Tokenizer) -> TurnReader | None:
     """Return the reader of a model that answers in channels, None for any other."""
     try:
         reader = rules_for(tokenizer).reader
-    except ConfigError:  # the template cannot be used turn by turn, or there is none
+    except ConfigError:
+        # The template cannot be used turn by turn, or there is none.
         return None
     return reader if reader.has_channels else None
 

@@ -31,16 +31,19 @@ from rlearner_text.transformers_import import import_transformers
 
 # no text has more on average: a longer one does not fit, with any tokenizer
 CHARS_PER_TOKEN: Final = 128
-LONG_TEXT: Final = 16_384  # characters; encoding more takes so long that other threads must run
+# Characters; encoding more takes so long that other threads must run.
+LONG_TEXT: Final = 16_384
 # threads of the library would make it warn at every fork
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # for each token of a limit: texts with fewer characters are encoded without a first look
 CHARS_OF_SHORT: Final = 4
-JOINED_TOKENS: Final = 64  # the most by which a text has fewer tokens than its two halves
+# The most by which a text has fewer tokens than its two halves.
+JOINED_TOKENS: Final = 64
 # tokens; decoded short texts are cached, because the answers of many episodes repeat
 _SHORT: Final = 16
 _SHORT_KEPT: Final = 4096
-_MAX_LISTED: Final = 40  # characters of a template in error messages
+# Characters of a template in error messages.
+_MAX_LISTED: Final = 40
 _TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _NAMED_TOKENS: Final = (
     "bos_token",
@@ -225,7 +228,8 @@ class Tokenizer:
                 ``chat_template`` is neither.
         """
         folder = tokenizer_folder(str(path), key)
-        if enforced_rules() is not None:  # the model of a run of another owner
+        # The model of a run of another owner.
+        if enforced_rules() is not None:
             try_model(folder, str(path), key=key, chat_template=chat_template)
         return cls(
             folder,

@@ -20,7 +20,8 @@ from broker.runtime.vouching import PresenceSigner
 log = logging.getLogger(__name__)
 
 BEAT_S: Final = 1.0
-REFRESH_S: Final = MEMBERS.ttl_s / 3  # two puts may be lost before the entry expires
+# Two puts may be lost before the entry expires.
+REFRESH_S: Final = MEMBERS.ttl_s / 3
 FAREWELL_WITHIN_S: Final = 2.0
 
 
@@ -70,10 +71,12 @@ class Announcer:
         self._poked = asyncio.Event()
         self._due = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._beaten: wire.Presence | None = None  # the last beat; None: omitted or not sent
+        # The last beat; None: omitted or not sent.
+        self._beaten: wire.Presence | None = None
         self._put: tuple[object, ...] | None = None  # content of the entry
         self._key = ""
-        self._is_made = True  # whether the bucket exists, as far as known
+        # Whether the bucket exists, as far as known.
+        self._is_made = True
 
     async def start(self) -> None:
         """Begin; put the entry before returning, once the broker is available."""

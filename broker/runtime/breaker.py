@@ -11,7 +11,8 @@ from typing import Final, Literal
 FIRST_PAUSE_S: Final = 2.0
 LONGEST_PAUSE_S: Final = 300.0
 MAX_CHARS: Final = 1000  # of a problem
-TRIES_ALONE: Final = 3  # deliveries after which a ticket that fails alone is to blame
+# Deliveries after which a ticket that fails alone is to blame.
+TRIES_ALONE: Final = 3
 MAX_REMEMBERED: Final = 10_000  # failed tickets that may return
 
 State = Literal["closed", "open", "probing"]
@@ -51,7 +52,8 @@ class CircuitBreaker:
         self._successes = 0
         # tickets and their deliveries since something succeeded
         self._failing: set[tuple[str, int]] = set()
-        self._failed_at: dict[str, int] = {}  # ticket -> successes when it first failed here
+        # Ticket -> successes when it first failed here.
+        self._failed_at: dict[str, int] = {}
 
     @property
     def closed(self) -> bool:
@@ -82,7 +84,8 @@ class CircuitBreaker:
             if len(self._failed_at) > MAX_REMEMBERED:
                 del self._failed_at[next(iter(self._failed_at))]
         if not self.closed or self._successes > self._failed_at[ticket]:
-            return False  # it began before the breaker opened, or is the ticket's own
+            # It began before the breaker opened, or is the ticket's own.
+            return False
         self._failing.add((ticket, delivery))
         if len(self._failing) < self._threshold:
             return False
@@ -125,7 +128,8 @@ class CircuitBreaker:
             reason: what failed.
         """
         if self.state != "probing":
-            return False  # real work has closed it
+            # Real work has closed it.
+            return False
         if good:
             self._successes += 1  # from now on a ticket that fails again is to blame
             return self._close()

@@ -19,10 +19,12 @@ import msgspec
 
 from broker.contract import wire
 
-TTL_S: Final = 10.0  # a holder that does not renew its claim for so long has lost it
+# A holder that does not renew its claim for so long has lost it.
+TTL_S: Final = 10.0
 RENEW_S: Final = 1.0
 MARGIN_S: Final = 2.0
-ABSENT_S: Final = 2.5  # a lease that the broker forgot is first made again by who has the device
+# A lease that the broker forgot is first made again by who has the device.
+ABSENT_S: Final = 2.5
 
 
 class DeviceParty:
@@ -47,7 +49,8 @@ class DeviceParty:
         self.blockers: list[str] = []
         self._granted = False
         self._valid_until = self._renewed_at = float("-inf")
-        self._clock = 0.0  # seconds in which this process read the lease
+        # Seconds in which this process read the lease.
+        self._clock = 0.0
         self._read_at: float | None = None
         # holder -> beat, granted, since when on the clock
         self._seen: dict[str, tuple[int, bool, float]] = {}

@@ -24,7 +24,8 @@ from broker.runtime.health import TURNS_WITHIN_S, Health
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS: Final = 64  # more are closed at once: they would take the process's files
+# More are closed at once: they would take the process's files.
+MAX_CONNECTIONS: Final = 64
 OPEN_S: Final = 60.0  # after which a connection is closed; scrapers open another
 REAP_EVERY_S: Final = 5.0
 START_WITHIN_S: Final = 10.0
@@ -84,7 +85,8 @@ class MetricsEndpoint:
     def _run(self) -> None:
         try:
             self._loop.run_until_complete(self._serve())
-        except Exception:  # the process works without this page
+        except Exception:
+            # The process works without this page.
             log.exception("the metrics page ended")
         finally:
             self._socket.close()

@@ -71,7 +71,8 @@ class Roster:
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._subscribed: list[LinkSubscription] = []
-        self._followed: dict[str, LinkSubscription] = {}  # single processes, by role.id
+        # Single processes, by role.id.
+        self._followed: dict[str, LinkSubscription] = {}
 
     async def start(self) -> None:
         """Begin to listen; existing processes are known a moment later."""

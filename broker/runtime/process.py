@@ -58,7 +58,8 @@ LOOPBACK: Final = "127.0.0.1"
 
 POLL_S: Final = 0.5
 FEW_FILES: Final = 4096
-GARBAGE_AFTER: Final = 50_000  # objects made and not freed; see _collect_rarely
+# Objects made and not freed; see _collect_rarely.
+GARBAGE_AFTER: Final = 50_000
 
 
 class Stopped(RlearnerError):
@@ -167,7 +168,8 @@ def _handle_signals(stop: Stop, loop: asyncio.AbstractEventLoop) -> Iterator[Non
         if count > 1:
             os.write(2, b"second signal, stopped at once\n")
             for end in stop.at_once:
-                with suppress(Exception):  # an error must not keep this process from ending
+                # An error must not keep this process from ending.
+                with suppress(Exception):
                     end()
             os._exit(EXIT_STOPPED)
         loop.call_soon_threadsafe(stop.request, signal.Signals(number).name)

@@ -20,7 +20,8 @@ VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 STATUS_EVERY_S: Final = 2.0
 EXTEND_EVERY_S: Final = 5.0
 EXTEND_BY_S: Final = 60.0
-DRAIN_AT_MOST_S: Final = 3600.0  # a longer drain hangs: TimeoutStopSec ends it
+# A longer drain hangs: TimeoutStopSec ends it.
+DRAIN_AT_MOST_S: Final = 3600.0
 STATUS_CHARS: Final = 500
 
 
@@ -119,7 +120,8 @@ class ServiceManager:
                 socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
             ) as out:
                 out.sendto("\n".join(lines).encode("utf-8", "replace"), address)
-        except BlockingIOError:  # its queue is full: the next beat tries again
+        except BlockingIOError:
+            # Its queue is full: the next beat tries again.
             return False
         except OSError as error:
             if self._error != str(error):

@@ -29,7 +29,8 @@ QUIET_S: Final = 5.0  # of waiting, before a log line says for whom
 # Between two readings of a lease. A server does not hear what the learner changes: a subject
 # crosses between two accounts of a broker in one direction only.
 LOOK_S: Final = 0.25
-AGAIN_S: Final = 0.1  # a put is seen before it is stored: read once more this much later
+# A put is seen before it is stored: read once more this much later.
+AGAIN_S: Final = 0.1
 FAREWELL_WITHIN_S: Final = 2.0
 HOLDER_CHARS: Final = 64
 

@@ -20,8 +20,10 @@ from typing import Final
 from broker.contract import wire
 from broker.telemetry.traces import TicketTraces
 
-GAP_S: Final = 0.05  # pieces with a shorter gap between them are one span
-MAX_PARTS: Final = 8  # spans of one kind and report; further ones are merged
+# Pieces with a shorter gap between them are one span.
+GAP_S: Final = 0.05
+# Spans of one kind and report; further ones are merged.
+MAX_PARTS: Final = 8
 MAX_SAMPLES: Final = 12  # single pieces in a report
 WAIT: Final = "wait"
 

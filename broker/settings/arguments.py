@@ -131,7 +131,8 @@ def complete(
             command.epilog = prefix + "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
             command.description = textwrap.fill(command.description or "", WIDTH)
             command.formatter_class = argparse.RawDescriptionHelpFormatter
-    if "_ARGCOMPLETE" in os.environ:  # a shell requests completions
+    # A shell requests completions.
+    if "_ARGCOMPLETE" in os.environ:
         from broker.settings.completion import offer
 
         offer(parser, commands_of(parser))

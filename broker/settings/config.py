@@ -135,7 +135,8 @@ class RunSection(Section):
     seed: Seed = 0
 
 
-PRIVATE_STORE_GIB: Final = 8.0  # default of broker.store_max_gib for a private server
+# Default of broker.store_max_gib for a private server.
+PRIVATE_STORE_GIB: Final = 8.0
 
 
 class TelemetrySection(Section):

@@ -21,8 +21,10 @@ from broker.settings.secret import refuse_copied
 from broker.settings.yaml_bombs import MAX_CHARACTERS, YamlBomb, compose_bounded
 
 HERE_REFERENCE: Final = "${here}"
-SHIPPED: Final = "configs/"  # how a configuration of the package is named from anywhere
-RUN_CONFIG: Final = "config.yaml"  # in the folder of a run: resolved, with every value
+# How a configuration of the package is named from anywhere.
+SHIPPED: Final = "configs/"
+# In the folder of a run: resolved, with every value.
+RUN_CONFIG: Final = "config.yaml"
 Config = dict[str, Any]
 _REFUSED: Final = "UserError raised while resolving interpolation: "
 _PRESET = re.compile(r"[A-Za-z][\w+-]*")
@@ -177,7 +179,8 @@ def _read_config(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
     merged = OmegaConf.create({})
     for name in names:
         parent = path.parent / str(name)
-        if not parent.is_file() and str(name).startswith(SHIPPED):  # as on the command line
+        # As on the command line.
+        if not parent.is_file() and str(name).startswith(SHIPPED):
             parent = _shipped_folder() / str(name).removeprefix(SHIPPED)
         if not parent.is_file():
             raise UserError(f"{path}: inherit: {name!r}: no such file {parent}")

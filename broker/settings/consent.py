@@ -143,7 +143,8 @@ def _find_refusals(
             source, mark = plugins[name]
             plugin = values.get(source, model.model_fields[source].default)
             args = _plugin_arguments(mark, plugin)
-            if args is not None and args.harmless is not None:  # else the name is refused
+            # Else the name is refused.
+            if args is not None and args.harmless is not None:
                 yield from _find_refusals(place, args, value, rules)
         elif value == _default_of(field):
             continue
@@ -175,7 +176,8 @@ def _check_value(
             return
     section = _section_of(field.annotation)
     if section is SecretRef:
-        return  # judged by ``_secrets``
+        # Judged by ``_find_secrets``.
+        return
     if section is None:
         if key.rpartition(".")[2] not in (model.harmless or ()):
             yield Refusal(key, "trust")

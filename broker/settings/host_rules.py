@@ -22,10 +22,12 @@ from urllib.parse import urlsplit
 
 from broker.errors import UserError
 
-VARIABLE: Final = "RL_HOST_RULES"  # how child processes of a joined process get its rules
+# How child processes of a joined process get its rules.
+VARIABLE: Final = "RL_HOST_RULES"
 OPENAI_KEY: Final = "OPENAI_API_KEY"
 OPENAI_HOST: Final = "api.openai.com"
-ANY_HOST: Final = "*"  # any destination, code of the run included
+# Any destination, code of the run included.
+ANY_HOST: Final = "*"
 _KEYS: Final = ("allow-secret", "allow-data")
 
 
@@ -220,7 +222,8 @@ def _parse_destination(url: str) -> tuple[str, bool]:
     except ValueError:
         return "", False
     if parts.username is not None or not url.isprintable() or set(url) & set("\\ "):
-        return "", False  # libraries disagree about the host of such a text
+        # Libraries disagree about the host of such a text.
+        return "", False
     try:
         return host, host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

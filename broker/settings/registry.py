@@ -56,7 +56,8 @@ def check_call(key: str, name: str, target: Any, parameters: Sequence[str]) -> N
         raise ConfigError(key, name, f"{expected}an {type(target).__name__}")
     try:
         signature = inspect.signature(target)
-    except ValueError:  # some callables written in C have no signature
+    except ValueError:
+        # Some callables written in C have no signature.
         return
     try:
         signature.bind(*parameters)
@@ -100,7 +101,8 @@ def check_method(
     try:
         signature = inspect.signature(own)
         signature.bind(*(() if is_static else ("self",)), *parameters)
-    except ValueError:  # some callables written in C have no signature
+    except ValueError:
+        # Some callables written in C have no signature.
         return
     except TypeError:
         raise ConfigError(

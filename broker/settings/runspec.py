@@ -62,7 +62,8 @@ def _as_configured(config: dict[str, Any]) -> dict[str, Any]:
     """Return a run's resolved settings with derived timeouts null, so that they follow changes."""
     try:
         checked = validate(config)
-    except UserError:  # an override may correct it; else the validation of the whole reports it
+    except UserError:
+        # An override may correct it; else the validation of the whole reports it.
         return config
     return timeouts.release(checked, _load_attribute(SCORING)(checked))
 
@@ -104,7 +105,8 @@ CHECKS: Final[tuple[str, ...]] = (
     "rewardhub.config:check",
 )
 
-SCORING: Final = "rewardhub.config:longest_scoring_s"  # longest time of rewards, for the timeouts
+# Longest time of rewards, for the timeouts.
+SCORING: Final = "rewardhub.config:longest_scoring_s"
 
 S = TypeVar("S", bound=Section)
 

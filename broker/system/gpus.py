@@ -55,7 +55,8 @@ def existing() -> list[int]:
                 command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False
             )
         except (OSError, subprocess.TimeoutExpired):
-            pass  # a broken tool does not describe the hardware: read the driver's folder
+            # A broken tool does not describe the hardware: read the driver's folder.
+            pass
         else:
             if answer.returncode == 0:
                 return sorted(int(line) for line in answer.stdout.split() if line.isdigit())
@@ -90,6 +91,7 @@ def select(
         names = f"GPU{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         have = f"it has {', '.join(map(str, present))}" if present else "it has no NVIDIA GPU"
         raise UserError(f"--gpus {spec}: {names} not on this machine; {have}")
-    environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's order; CUDA's default is by speed
+    # nvidia-smi's order; CUDA's default is by speed.
+    environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
     return "cuda"

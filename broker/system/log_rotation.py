@@ -14,7 +14,8 @@ from logging.handlers import RotatingFileHandler
 from typing import Final
 
 MAX_OLD_FILES: Final = 3  # older files
-SIZE: Final = "RL_LOG_MIB"  # environment variable: MiB of a file, 64 by default
+# Environment variable: MiB of a file, 64 by default.
+SIZE: Final = "RL_LOG_MIB"
 # environment variable that `rlearner up` sets: the file behind stdout and stderr
 OUTPUT: Final = "RL_LOG_OUTPUT"
 DEFAULT_MIB: Final = 64.0
@@ -53,7 +54,8 @@ def rotate_output() -> None:
             return
         status = os.stat(path, follow_symlinks=False)
         if (status.st_dev, status.st_ino) != (behind.st_dev, behind.st_ino):
-            return  # a parent's file, not this process's
+            # A parent's file, not this process's.
+            return
         rotate(path)
         fresh = os.open(
             path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600

@@ -114,7 +114,8 @@ class StderrHandler(logging.StreamHandler[TextIO]):
     """Writes to the stderr of the moment: a library may log after the first one was closed."""
 
     def __init__(self) -> None:
-        logging.Handler.__init__(self)  # StreamHandler's would keep the stream
+        # StreamHandler's would keep the stream.
+        logging.Handler.__init__(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
@@ -166,7 +167,8 @@ def apply(options: argparse.Namespace) -> None:
     """
     root = logging.getLogger()
     root.setLevel(options.log_level)
-    os.environ[FORMAT] = options.log_format  # for the processes that this one starts
+    # For the processes that this one starts.
+    os.environ[FORMAT] = options.log_format
     for existing in root.handlers:
         if isinstance(existing, StderrHandler | journal.JournalHandler):
             _set_format(existing, options.log_format)

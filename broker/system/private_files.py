@@ -152,7 +152,8 @@ def draft_of(path: Path) -> Iterator[Path]:
     )
     try:
         yield draft
-        draft.chmod(0o600)  # a library may have put a file of its own there
+        # A library may have put a file of its own there.
+        draft.chmod(0o600)
         sync(draft)
         replace(draft, path)
     finally:

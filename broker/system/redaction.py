@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Final
 
 HIDDEN: Final = "***"
-MIN_VALUE_CHARS: Final = 8  # shorter values of variables occur in ordinary words
+# Shorter values of variables occur in ordinary words.
+MIN_VALUE_CHARS: Final = 8
 
 _NAMES: Final = (
     r"(?:[a-z0-9_-]*[_-])?"
@@ -54,7 +55,8 @@ def is_secret_name(name: str) -> bool:
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the text with ``***`` for every secret that is recognized."""
     values = {value.strip() for name, value in environ.items() if _holds_secret(name, value)}
-    for value in sorted(values, key=len, reverse=True):  # one may be part of another
+    # One may be part of another.
+    for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     text = _FORMATS.sub(HIDDEN, text)
     text = _LOGIN.sub(rf"\1{HIDDEN}@", text)

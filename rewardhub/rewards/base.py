@@ -10,7 +10,8 @@ import msgspec
 
 from broker.settings.config import Section
 
-Value = float | dict[str, float]  # a number, or the number of each part; parts add up to the reward
+# A number, or the number of each part; parts add up to the reward.
+Value = float | dict[str, float]
 
 
 class Scored(msgspec.Struct, frozen=True):

@@ -35,7 +35,8 @@ from rlearner_sandbox.command import SandboxLimits
 log = logging.getLogger(__name__)
 
 FENCE: Final = "```"
-LONGEST_RESPONSE: Final = 1 << 20  # characters that are searched, from the end
+# Characters that are searched, from the end.
+LONGEST_RESPONSE: Final = 1 << 20
 OUTCOMES: Final = ("compiled", "timeout", "memory", "crashed")
 
 
@@ -103,7 +104,8 @@ class CodeReward:
                 domain and task.
             SandboxFailed: if the sandbox did not work this time.
         """
-        if sample.reference != self._last[0]:  # the episodes of a group share their reference
+        # The episodes of a group share their reference.
+        if sample.reference != self._last[0]:
             try:
                 self._last = (sample.reference, parse(sample.reference))
             except InvalidTestsError as error:

@@ -170,7 +170,8 @@ class JudgeReward:
         except EndpointError as error:
             if error.status in (401, 403):
                 raise UserError(self._refused(error)) from None
-            listed = None  # not every endpoint lists its models
+            # Not every endpoint lists its models.
+            listed = None
         except RuntimeError as error:
             log.warning("judge: %s; trying again at the first response", _clean_text(error))
             listed = [{"id": args.model}] if args.model else [{"id": ""}]

@@ -137,7 +137,8 @@ def _class_args(reward_class: Any, name: str, args: Mapping[str, Any], key: str)
 def _check_call(function: Any, args: Mapping[str, Any], key: str) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some callables written in C have no signature
+    except ValueError:
+        # Some callables written in C have no signature.
         return
     try:
         signature.bind(None, **args)

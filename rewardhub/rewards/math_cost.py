@@ -62,7 +62,8 @@ def is_costly(expression: Any) -> bool:
 
 
 def _child_nodes(node: Any) -> list[Any]:
-    if hasattr(node, "flat"):  # a matrix, whose args are not its elements
+    # A matrix, whose args are not its elements.
+    if hasattr(node, "flat"):
         return list(node.flat())
     return list(getattr(node, "args", ()))
 

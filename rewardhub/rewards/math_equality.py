@@ -52,7 +52,8 @@ class NodeComparison:
     def __init__(self, options: ComparisonOptions, gold: str) -> None:
         self._options = options
         self._imaginary = math_expression.is_imaginary(gold)
-        self._has_failed = False  # whether sympy raised in a comparison
+        # Whether sympy raised in a comparison.
+        self._has_failed = False
         self._num_pairs = 0
 
     def verdict(self, gold: Node, answer: Node) -> Literal["equal", "different", "failed"]:

@@ -11,9 +11,12 @@ import msgspec
 from rewardhub.rewards import math_text
 from rewardhub.rewards.thinking import Thinking, visible_text
 
-LONGEST_ANSWER: Final = 4000  # characters that are searched, from the end
-LONGEST_LINE: Final = 200  # characters of a response that is only an answer
-MANY_WORDS: Final = 5  # a text with more words is prose, in which the answer is searched for
+# Characters that are searched, from the end.
+LONGEST_ANSWER: Final = 4000
+# Characters of a response that is only an answer.
+LONGEST_LINE: Final = 200
+# A text with more words is prose, in which the answer is searched for.
+MANY_WORDS: Final = 5
 BOXED: Final = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?=[-+]?\d))")
 _BOXED_NUMBER: Final = re.compile(r"[-+]?[\d.,]*\d")
 _DELIMITED: Final = re.compile(r"\\\(|\\\[|(?<!\\)\$.*?(?<!\\)\$|\\boxed|\\fbox", re.DOTALL)

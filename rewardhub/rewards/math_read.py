@@ -228,7 +228,8 @@ def _read_bracketed(text: str, depth: int) -> Node | None:
     start = 2 if text.startswith("\\{") else 1
     if not text or text[:start] not in ("(", "[", "\\{", "]") or len(text) < start + 1:
         return None
-    if text[0] == "]":  # an open end, as in ]0,1[
+    # An open end, as in ]0,1[.
+    if text[0] == "]":
         if not text.endswith("[") or len(split_top(text[1:-1], ",")) != 2:
             return None
         return _read_node(f"({text[1:-1]})", depth + 1)
@@ -268,7 +269,8 @@ def _read_relation(text: str, depth: int) -> Node | None:
     sides, signs = relation_sides(text)
     if not signs or len(signs) > 8:
         return None
-    if "\\approx" in signs:  # what is exact counts; a name alone is approximately what follows it
+    # What is exact counts; a name alone is approximately what follows it.
+    if "\\approx" in signs:
         cut = signs.index("\\approx")
         if cut or not is_name(sides[0]):
             return _read_node(joined(sides[: cut + 1], signs[:cut]), depth + 1)

@@ -6,7 +6,8 @@ import re
 from fractions import Fraction
 from typing import Final
 
-LONGEST_NUMBER: Final = 60  # characters of a number that is read without the parser
+# Characters of a number that is read without the parser.
+LONGEST_NUMBER: Final = 60
 # Digits grouped by commas ("36,000", "36{,}000"), thin spaces or blanks; a tuple or a set is never
 # one number.
 _NUMBER: Final = re.compile(

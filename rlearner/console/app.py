@@ -25,8 +25,10 @@ from rlearner.console.pages.trajectories import trajectories_page
 from rlearner.console.state import ConsoleRun, ConsoleState
 
 WEB: Final = Path(__file__).parent / "web"
-BUILD_S: Final = 20.0  # for a page whose run has to load a tokenizer first
-RECONNECT_S: Final = 5.0  # for which a page without a connection is kept
+# For a page whose run has to load a tokenizer first.
+BUILD_S: Final = 20.0
+# For which a page without a connection is kept.
+RECONNECT_S: Final = 5.0
 QUERY: Final = (
     "text",
     "domain",

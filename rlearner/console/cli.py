@@ -57,7 +57,8 @@ def _run_console(options: argparse.Namespace) -> int:
         logs.apply(options)
         for name in ("uvicorn", "uvicorn.error", "nicegui", "httpx"):
             logging.getLogger(name).setLevel("WARNING")
-        logging.getLogger("broker.nats").setLevel("ERROR")  # pages say which broker does not answer
+        # Pages say which broker does not answer.
+        logging.getLogger("broker.nats").setLevel("ERROR")
         return await serve_console(options, stop)
 
     return main("operator", body)

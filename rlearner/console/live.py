@@ -82,11 +82,13 @@ class LiveRun:
         self.view = BrokerView()
         self._url = ""  # of the broker that was tried last
         self.bus: Bus | None = None  # while connected
-        self._listeners: dict[Callable[[], None], bool] = {}  # whether each one shows queues
+        # Whether each one shows queues.
+        self._listeners: dict[Callable[[], None], bool] = {}
         self._heard: dict[str, float] = {}  # when, by ``role.id``
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-        self._settled = asyncio.Event()  # connected, or known why not
+        # Connected, or known why not.
+        self._settled = asyncio.Event()
 
     def listen(self, listener: Callable[[], None], *, queues: bool = False) -> Callable[[], None]:
         """Call ``listener`` after changes, at most once a second; return what ends that.
@@ -122,7 +124,8 @@ class LiveRun:
         Raises:
             UserError: if there is none.
         """
-        self.listen(lambda: None)()  # connects, and stays so for a while
+        # Connects, and stays so for a while.
+        self.listen(lambda: None)()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2 * CONNECT_S + 1):
                 await self._settled.wait()
@@ -138,7 +141,8 @@ class LiveRun:
                 await self._follow()
                 if not self._listeners:
                     return
-                left_at = None  # a page came while the connection was closed
+                # A page came while the connection was closed.
+                left_at = None
                 continue
             except (RlearnerError, ApiError, Disconnected, OSError) as error:
                 self._say(" ".join(str(error).split()))
@@ -198,7 +202,8 @@ class LiveRun:
         """Return whether the run has another broker than the one that was tried last."""
         try:
             return await self._address() != self._url
-        except (RlearnerError, OSError, ValueError):  # the next attempt to connect says why
+        except (RlearnerError, OSError, ValueError):
+            # The next attempt to connect says why.
             return False
 
     async def _look_while_heard(
@@ -277,7 +282,8 @@ class LiveRun:
         for listener in list(self._listeners):
             try:
                 listener()
-            except Exception:  # a page that is gone must not end the others
+            except Exception:
+                # A page that is gone must not end the others.
                 log.exception("page of run %s", self.run)
 
 

@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NAME_BYTES: Final = 255  # of a folder
-IDLE_S: Final = 120.0  # without a page, after which a run's index is no longer followed
+# Without a page, after which a run's index is no longer followed.
+IDLE_S: Final = 120.0
 MAX_ANSWERS: Final = 32  # that are remembered of a run
 
 
@@ -71,7 +72,8 @@ class ConsoleRun:
         """Return a question that is answered again only when the index has new rows."""
 
         def answer() -> T:
-            answers = self._answers  # when rows come, others are begun
+            # When rows come, others are begun.
+            answers = self._answers
             if key not in answers:
                 if len(answers) >= MAX_ANSWERS:
                     answers.clear()
@@ -102,7 +104,8 @@ class ConsoleRun:
         for listener in list(self._listeners):
             try:
                 listener()
-            except Exception:  # a page that is gone must not end the others
+            except Exception:
+                # A page that is gone must not end the others.
                 log.exception("page of run %s", self.name)
 
 
@@ -142,7 +145,8 @@ class ConsoleState:
             place = find_run(name, str(self.root)) if run is None else None
             if place is None or place.folder.parent != self.root.absolute():
                 if run is not None:
-                    return run  # its pages say that the folder is gone
+                    # Its pages say that the folder is gone.
+                    return run
                 raise UserError(f"no run {name!r} below {self.root}")
             run = self._runs[name] = ConsoleRun(place, self.broker, is_kept=keep)
         run.used_at = asyncio.get_running_loop().time()

@@ -68,7 +68,8 @@ async def generate(
     _check_model(body, backend.served_model)
     _check_top(body, backend.served_model)
     if isinstance(body, ChatBody) and body.offered:
-        tool_calls.tool_syntax(tokenizer)  # rejected before anything is sampled
+        # Rejected before anything is sampled.
+        tool_calls.tool_syntax(tokenizer)
     guides = (
         await asyncio.to_thread(guides_of, body, tokenizer) if isinstance(body, ChatBody) else []
     )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-ENGINE_FAILED: Final = "the engine failed"  # prefix of errors that are not the request's fault
+# Prefix of errors that are not the request's fault.
+ENGINE_FAILED: Final = "the engine failed"
 
 _TYPES: Final = {
     401: "authentication_error",

@@ -28,7 +28,8 @@ from rlearner_text.openai.api_keys import key_file
 log = logging.getLogger(__name__)
 
 FILE: Final = "keys.json"
-DEFAULT: Final = "default"  # name of the key without name: RL_API_KEY, or the generated one
+# Name of the key without name: RL_API_KEY, or the generated one.
+DEFAULT: Final = "default"
 MOST_KEYS: Final = 256  # each is compared with every request
 MOST_BYTES: Final = 1 << 20
 LOCK_WITHIN_S: Final = 10.0
@@ -189,7 +190,8 @@ class LiveKeys:
         self._store = store
         self._stamp: tuple[int, ...] | None = None
         self.keys: list[NamedKey] = []
-        self.changes = 0  # how often the keys were read
+        # How often the keys were read.
+        self.changes = 0
 
     def find(self, token: str) -> NamedKey | None:
         """Return the key with this secret, which may have expired, or None; compared in constant
@@ -198,7 +200,8 @@ class LiveKeys:
         self._refresh()
         digest = _hash_key(token)
         match = None
-        for key in self.keys:  # all of them, so that the time tells nothing
+        # All are compared, so that the time reveals nothing.
+        for key in self.keys:
             if hmac.compare_digest(digest, key.sha256):
                 match = key
         return match

@@ -146,7 +146,8 @@ class ResponseEvents:
         self._prompt = prompt
         self._number = -1
         self._told = 0
-        self._open = False  # whether the message item has started
+        # Whether the message item has started.
+        self._open = False
         self.top: list[TopLogprobs] = []
 
     def of(self, pieces: Sequence[TokenEvent]) -> list[dict[str, Any]]:

@@ -46,7 +46,8 @@ from rlearner_text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 access = logging.getLogger(f"{__name__}.access")
 
-CLOSE_S: Final = 2.0  # for unfinished answers when the server closes
+# For unfinished answers when the server closes.
+CLOSE_S: Final = 2.0
 RETRY_AFTER_S: Final = 1  # of status 503
 PATH_CHARACTERS: Final = 200  # of a path in the access log
 # connections that wait to be accepted, as many as a flood of half-open ones brings
@@ -83,7 +84,8 @@ def bound_socket(bind: str, port: int) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite old connections
+        # Despite old connections.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError:
         bound.close()
@@ -376,5 +378,6 @@ def _answer_error(problem: HttpError) -> web.Response:
         headers["WWW-Authenticate"] = "Bearer"
     answer = web.json_response(problem.body, status=problem.status, headers=headers)
     if problem.status in (408, 413):
-        answer.force_close()  # the rest of the body is not read
+        # The rest of the body is not read.
+        answer.force_close()
     return answer

@@ -104,7 +104,8 @@ class EventStream:
         task: asyncio.Task[AnswerChoice],
         chunks: ChoiceEvents,
     ) -> None:
-        has_ended = task.done()  # read first: all pieces arrive before the task ends
+        # Read first: all pieces arrive before the task ends.
+        has_ended = task.done()
         if pieces := feed.take():
             for chunk in chunks.of(pieces):
                 await self._event(request, chunk)

@@ -13,7 +13,8 @@ from rlearner_text.openai.connections import LINGER_S, Connection, Connections, 
 
 log = logging.getLogger(__name__)
 
-FULL_S: Final = 0.1  # pause after the process ran out of descriptors
+# Pause after the process ran out of descriptors.
+FULL_S: Final = 0.1
 
 
 class _Handshake:
@@ -79,7 +80,8 @@ class TlsListener:
         while True:
             try:
                 connection, address = await loop.sock_accept(self._socket)
-            except OSError as error:  # the client is gone, or no descriptor is left
+            except OSError as error:
+                # The client is gone, or no descriptor is left.
                 log.warning("cannot accept a connection: %s", error.strerror)
                 await asyncio.sleep(FULL_S)
                 continue

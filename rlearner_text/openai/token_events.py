@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-TopLogprobs = Sequence[tuple[int, float]]  # token ids and logprobs, the likeliest first
+# Token ids and logprobs, the likeliest first.
+TopLogprobs = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)

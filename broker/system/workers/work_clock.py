@@ -28,7 +28,8 @@ from broker.system.workers import limits
 log = logging.getLogger(__name__)
 
 READY: Final = "R"  # runs, or waits for a processor
-READY_OR_DISK: Final = "RD"  # a program can feign D with vfork, so not for code that may be hostile
+# A program can feign D with vfork, so not for code that may be hostile.
+READY_OR_DISK: Final = "RD"
 LONGEST_LOOK_S: Final = 5.0  # between two looks; all threads of all descendants are read
 LOOKS: Final = 10  # within a limit
 SLOW_AFTER_S: Final = 15.0
@@ -150,7 +151,8 @@ class _Watch:
         self._pid = pid
         self._limit_s = limit_s
         self._name = name
-        self._clock: WorkClock | None = None  # most answers come before the first look
+        # Most answers come before the first look.
+        self._clock: WorkClock | None = None
         self._reminders = Reminders()
         self.every_s = min(limit_s / LOOKS, LONGEST_LOOK_S)
 

@@ -158,7 +158,8 @@ def _read_events(
             time = float(row["time"])
             text = " ".join(str(row["text"]).split())[:500]
         except (ValueError, KeyError, TypeError, RecursionError):
-            continue  # cut off at the begin, or not written to the end
+            # Cut off at the begin, or not written to the end.
+            continue
         kind = row.get("kind") if row.get("kind") in KINDS else "note"
         _note_event(
             connection,

@@ -126,7 +126,8 @@ def _create_tables(connection: sqlite3.Connection, version: int) -> None:
     Raises:
         DatabaseDamagedError: if there are those of another version.
     """
-    connection.execute("BEGIN IMMEDIATE")  # another console may do the same
+    # Another console may do the same.
+    connection.execute("BEGIN IMMEDIATE")
     try:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version == VERSION:

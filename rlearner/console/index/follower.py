@@ -46,7 +46,8 @@ class RunFollower:
     ) -> None:
         self.folder = folder
         self.path = path or database.place(folder)
-        self._suspect = threading.Event()  # an answer found damage
+        # An answer found damage.
+        self._suspect = threading.Event()
         self.queries = RunQueries(folder, self.path, self._suspect.set)
         self.live = LiveSpans()
         self._changed = changed
@@ -89,7 +90,8 @@ class RunFollower:
                 self._set_aside()
             except UserError as error:
                 self._wait(str(error))
-            except Exception as error:  # the pages stay, with what was indexed so far
+            except Exception as error:
+                # The pages stay, with what was indexed so far.
                 log.exception("index of %s", self.folder)
                 self._wait(f"the console's index failed: {type(error).__name__}: {error}")
 
@@ -110,7 +112,8 @@ class RunFollower:
                     self._stop.wait(POLL_S)
                     continue
                 if database.identity(self.path) != index.inode:
-                    return  # deleted, or set aside by another console
+                    # Deleted, or set aside by another console.
+                    return
                 if self._suspect.is_set():
                     raise DatabaseDamagedError("an answer could not be read")
                 more = index.update(only_steps=looks % LOOKS > 0)

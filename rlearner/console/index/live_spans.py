@@ -22,15 +22,20 @@ MAX_ROWS: Final = 400_000  # single spans, and buckets of each width
 MAX_EVENTS: Final = 20_000  # of processes
 FLUSH_S: Final = 2.0
 PRUNE_EVERY: Final = 200  # flushes
-MAX_PENDING: Final = 5_000  # reports between two flushes; further ones are lost
+# Reports between two flushes; further ones are lost.
+MAX_PENDING: Final = 5_000
 MAX_LANES: Final = 4096
-JOIN_GAP_S: Final = 0.1  # work without a break whose reports touch is one span
+# Work without a break whose reports touch is one span.
+JOIN_GAP_S: Final = 0.1
 # the longest such span, so that a range of time finds those that reach into it
 JOIN_UP_TO_S: Final = 60.0
-SOLID: Final = 0.02  # share by which busy time and length may differ in it
+# Share by which busy time and length may differ in it.
+SOLID: Final = 0.02
 _OLDEST: Final = "SELECT bucket FROM buckets WHERE width = ? ORDER BY bucket"
-SILENT_S: Final = 15.0  # a process that says nothing for so long has left
-AGAIN_S: Final = 60.0  # a report so little older than the newest was recorded by another console
+# A process that says nothing for so long has left.
+SILENT_S: Final = 15.0
+# A report so little older than the newest was recorded by another console.
+AGAIN_S: Final = 60.0
 # before and after now; a span outside is of a clock that is wrong
 PLAUSIBLE_S: Final = (86_400.0, 3_600.0)
 
@@ -74,7 +79,8 @@ class LiveSpans:
         self._step = -1
         self._flushed = 0.0
         self._flushes = 0
-        self.lost = 0  # spans that were not recorded
+        # Spans that were not recorded.
+        self.lost = 0
 
     def add(self, metrics: wire.Metrics) -> None:
         """Take the metrics of a process."""

@@ -278,7 +278,8 @@ def read_record(connection: sqlite3.Connection, folder: Path, seq: int) -> LogRe
         data = os.pread(file, length, offset + archive.HEADER_BYTES)
     finally:
         os.close(file)
-    if bytes.fromhex(digest_record(data)) != check:  # cut or written again since it was indexed
+    # Cut or written again since it was indexed.
+    if bytes.fromhex(digest_record(data)) != check:
         return None
     message, error = decode_message(data, SAMPLES.messages)
     return LogRecord(seq, message, error, ticket, data)

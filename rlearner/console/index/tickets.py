@@ -32,7 +32,8 @@ def update(connection: sqlite3.Connection, folder: Path) -> tuple[bool, set[int]
         followed.forget(connection, sources[name])
     for name, first in files.items():
         file = followed.open_file(folder / FOLDER / name)
-        if file < 0:  # a learner that resumes has just deleted it
+        # A learner that resumes has just deleted it.
+        if file < 0:
             continue
         try:
             source = sources.get(name) or followed.begin(connection, "ledger", name, first)

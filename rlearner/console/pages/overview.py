@@ -159,7 +159,8 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         refreshed_at = clock()
 
     async def refresh_live() -> None:
-        if clock() - refreshed_at > REFRESHED_S:  # else the steps bring it up to date
+        # Else the steps bring it up to date.
+        if clock() - refreshed_at > REFRESHED_S:
             stats.change(_stat_tiles(run, last, run.live.view))
 
     async def refresh_slowly() -> None:
@@ -271,7 +272,8 @@ def _stat_tiles(run: ConsoleRun, last: dict[str, float], live: BrokerView) -> li
 
 
 def _run_state(run: ConsoleRun, step: int, live: BrokerView) -> tuple[str, str, str]:
-    if live.problem and live.processes:  # those that were there before the broker went
+    # Those that were there before the broker went.
+    if live.problem and live.processes:
         return "broker away", live.problem, "warn"
     if any(presence.role == "learner" for presence in live.processes):
         if live.desired and live.desired != "running":
@@ -311,7 +313,8 @@ def _find_bottleneck(rows: list[dict[str, float]], config: dict[str, Any]) -> st
         return advise(rows, config).line
     except NotFitted as error:
         return f"not known: {error}"
-    except (KeyError, TypeError, ValueError):  # settings of an old or damaged run
+    except (KeyError, TypeError, ValueError):
+        # Settings of an old or damaged run.
         return ""
 
 
