@@ -79,9 +79,7 @@ def inside(
     channel: int = -1,
     packages: Sequence[str] = (),
 ) -> list[str]:
-    """Return the command of Python with the boot code; ``channel`` is the socket to the tests, or
-    -1.
-    """
+    """Return the command of Python with the boot code; ``channel``: socket to the tests, or -1."""
     # In the order in which inside.py reads them.
     numbers = [
         fd,
@@ -149,8 +147,7 @@ def jail(
 
 
 def free_uid(number: int, maps: Sequence[str]) -> int:
-    """Return an unprivileged uid with separate process counts, or ``nobody`` if this machine has
-    only few uids.
+    """Return an unprivileged uid with its own process count; ``nobody`` if there are few uids.
 
     Args:
         number: a different one for each program that runs at the same time.

@@ -1,5 +1,4 @@
-"""The program's side of its tests: applies their requests to the program's objects. Runs inside,
-with the program.
+"""The program's side of its tests: applies their requests to its objects. Runs inside.
 
 The tests trust nothing here: it shares a process with the program, which may have changed any of
 it.

@@ -1,6 +1,4 @@
-"""Runs inside before the program; ``run.py`` sends it as code. Imports little: a module costs a
-millisecond.
-"""
+"""Runs inside before the program, sent as code. Imports little: a module costs a millisecond."""
 
 # ruff: noqa: BLE001, SIM105 - a program may raise anything; contextlib costs a millisecond
 

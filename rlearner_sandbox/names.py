@@ -1,5 +1,4 @@
-"""Decides which names tests take from the program, and which from Python's library. Starts no
-process.
+"""Decides which names tests take from the program, and which from Python. Starts no process.
 
 Names that tests bind themselves, and Python's builtins, never come from the program, so it cannot
 replace its judge.

@@ -1,5 +1,4 @@
-"""Encodes plain data as JSON for exchange between a program and its tests. Runs inside, so it
-imports little.
+"""Encodes plain data as JSON between a program and its tests. Runs inside; imports little.
 
 Decoding gives exact builtin types: a subclass travels as the builtin that it derives from, and an
 object of any other class is refused. So a program's ``__eq__`` never decides a comparison in its
@@ -71,9 +70,7 @@ def to_json(value: Any, convert: Converter) -> Any:
 
 
 def from_json(node: Any, convert: Converter) -> Any:
-    """Return the value given to ``to_json``; ``other`` reads unknown nodes. Raises Garbled for any
-    other form.
-    """
+    """Return the value given to ``to_json``; ``convert`` reads other nodes; may raise Garbled."""
     if node is None or type(node) in (bool, int, float, str):
         return node
     try:

@@ -1,5 +1,4 @@
-"""Stand-ins for the program's functions, classes and objects in its tests. Runs inside, with the
-tests.
+"""Stand-ins for the program's functions, classes and objects in its tests. Runs inside.
 
 Responses of the program are plain data of exact builtin types, or other stand-ins, and no stand-in
 lets the program decide a comparison: ``==`` is identity, an object of the program has no ``<``,

@@ -122,9 +122,7 @@ class Sandbox:
             return talk.ended()
 
     def _run_asserts(self, program: str, tests: ProgramChecks, wall_s: float) -> ProgramEnd:
-        """Run the program in one sandbox and its tests in another, connected by a socket for plain
-        data.
-        """
+        """Run the program in one sandbox and its tests in another, with a socket between."""
         names = names_of((tests.first, *tests.cases))
         token = secrets.token_hex(16)
         names_json = json.dumps({"program": names.program, "library": names.library})

@@ -1,5 +1,4 @@
-"""The filter on system calls: a BPF program in the kernel's format (seccomp(2), linux/filter.h,
-linux/seccomp.h).
+"""The filter on system calls, in BPF (seccomp(2), linux/filter.h, linux/seccomp.h).
 
 It allows the calls that were reviewed. Refused are those that programs do not need and kernels have
 had bugs in (tracing, namespaces, mounts, keys, BPF, io_uring, sockets other than Unix and IP),
@@ -113,8 +112,7 @@ MACHINES: Final = {
 
 
 def program(machine: str | None = None, *, memory_files: bool = False) -> bytes:
-    """Return the filter for ``bwrap --seccomp``; raise KeyError unless the machine is x86_64 or
-    aarch64.
+    """Return the filter for ``bwrap --seccomp``; KeyError unless x86_64 or aarch64.
 
     Args:
         memory_files: whether memfd_create is allowed, for programs whose memory somebody else

@@ -1,5 +1,4 @@
-"""Communicates with a process in the sandbox: sends its input, reads its output, and ends it in
-time.
+"""Talks to a process in the sandbox: sends its input, reads its output, ends it in time.
 
 Texts go through a socket, each preceded by its length; responses come back as lines.
 """
@@ -156,8 +155,7 @@ class SandboxProcess:
                 self._read_reports()
 
     def watch(self) -> None:
-        """Kill the process if it exceeds a limit; raise SandboxFailed if killed processes do not
-        end.
+        """Kill the process if it exceeds a limit; raise SandboxFailed if it does not end then.
 
         Time in which the machine gives its processes no processor does not count.
         """

@@ -14,8 +14,7 @@ from broker.system.private_files import exchange, replace, sync
 
 @contextmanager
 def atomic_folder(target: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``target`` when the block ends, and is removed if the
-    block raises.
+    """Yield a temporary folder that becomes ``target`` at the end; an error removes it.
 
     An existing ``target`` is replaced at once on Linux; on file systems that cannot, it is missing
     for a moment.

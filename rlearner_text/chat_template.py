@@ -79,9 +79,7 @@ def _build_environment() -> ImmutableSandboxedEnvironment:
 
 
 class ChatTemplate:
-    """A compiled chat template of one model; templates may use its special tokens, such as
-    ``bos_token``.
-    """
+    """A model's compiled chat template; it may use special tokens, such as ``bos_token``."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], error: Callable[[str], ConfigError]
@@ -132,8 +130,7 @@ def _describe_error(error: Exception) -> str:
 
 
 def template_source(setting: str | None, *, opens_with_bos: bool = False) -> str | None:
-    """Return the source that ``model.chat_template`` of a resolved configuration means; never opens
-    a file.
+    """Return the source of ``model.chat_template`` in a resolved configuration; opens no file.
 
     Args:
         opens_with_bos: whether the tokenizer itself puts its bos token in front of a text; then
@@ -159,8 +156,7 @@ def is_template(text: str) -> bool:
 
 
 def read_template(setting: str | None) -> str | None:
-    """Return ``model.chat_template`` with the text of the file that it names, for every process of
-    the run.
+    """Return ``model.chat_template`` with the text of its file, for every process of the run.
 
     Raises:
         ConfigError: if there is no such file, or it holds no template.
@@ -185,9 +181,7 @@ def read_template(setting: str | None) -> str | None:
 
 
 def find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str) -> str | None:
-    """Return the source of a folder's default chat template, or None; template files take
-    precedence.
-    """
+    """Return the source of a folder's default chat template, or None; template files come first."""
     for file in (folder / TEMPLATE_FILE, folder / "additional_chat_templates" / "default.jinja"):
         if file.exists():
             return file.read_text(encoding="utf-8")

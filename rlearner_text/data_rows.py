@@ -15,8 +15,7 @@ PARQUET: Final = (".parquet", ".pq")
 
 
 def read_rows(path: str | Path, key: str = "data") -> Iterator[tuple[int, Row]]:
-    """Yield (number from 1, row): non-empty lines of a JSONL file, or rows of a Parquet file
-    (``.parquet``, ``.pq``).
+    """Yield (number from 1, row): non-empty lines of a JSONL file, or rows of a Parquet file.
 
     Args:
         key: of the configuration, for error messages.

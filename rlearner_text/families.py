@@ -1,5 +1,4 @@
-"""Which families of models work, as ``python -m bench.families`` computed by running each; imports
-no torch.
+"""Which families of models work, as ``python -m bench.families`` measured; imports no torch.
 
 The file families.json is the only place with these facts: docs/models.md is generated from it, and
 ``check``, ``doctor`` and ``plan`` refuse by it before any process starts.
@@ -99,8 +98,7 @@ def family_at(path: str | None) -> Family | None:
 
 
 def check_trained(family: Family | None, path: str | None, train: Mapping[str, Any]) -> None:
-    """Check that a family's models can be trained as the section ``train`` asks, as far as the
-    matrix knows it.
+    """Check that a family can be trained as the section ``train`` asks, if the matrix knows it.
 
     Raises:
         ConfigError: if not; names the key and the reason.

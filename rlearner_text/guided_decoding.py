@@ -173,8 +173,7 @@ class GuideMatcher:
         return self._matcher.is_accepting()
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return a mask of the tokens that may come next, (vocabulary,), with the end tokens if the
-        answer may end.
+        """Return a mask of the tokens that may come next, (vocabulary,), end tokens included.
 
         Raises:
             GuideError: if the grammar grows too large.

@@ -1,5 +1,4 @@
-"""Finds a model's files in a local folder or on the Hugging Face hub, without torch and
-transformers.
+"""Finds a model's files in a folder or on the Hugging Face hub; imports no torch.
 
 ``NAME@REVISION`` names a commit, branch or tag of the hub. Only safetensors are downloaded and
 loaded: other formats of weights are pickles, which run code.
@@ -48,8 +47,7 @@ def is_local(path: str) -> bool:
 
 
 def check_trust(path: str, key: str, *, trust_remote_code: bool) -> None:
-    """Check that code of a model on the hub is that of one commit, so that nobody can replace it
-    later.
+    """Check that a hub model's code is that of one commit, so that nobody can replace it.
 
     Raises:
         ConfigError: if it is not; names the key.
@@ -62,8 +60,7 @@ def check_trust(path: str, key: str, *, trust_remote_code: bool) -> None:
 
 
 def tokenizer_folder(path: str, key: str = "model.path") -> Path:
-    """Return the folder with the tokenizer's files; downloads a hub name without its weights unless
-    it is cached.
+    """Return the folder with the tokenizer's files; downloads them if they are not cached.
 
     Raises:
         ConfigError: if there is no such folder, or no such name on the hub and in the cache.
@@ -77,8 +74,7 @@ def tokenizer_folder(path: str, key: str = "model.path") -> Path:
 
 
 def model_folder(path: str, key: str = "model.path", *, trust_remote_code: bool = False) -> str:
-    """Return the folder with a model's files; downloads a hub name, without pickled weights, unless
-    it is cached.
+    """Return the folder with a model's files; downloads them, without pickles, unless cached.
 
     Args:
         trust_remote_code: whether its Python files are needed, too.
@@ -141,9 +137,7 @@ def _gguf_remedy(name: str) -> str:
 
 
 def check_hub_name(path: str, key: str) -> list[PreflightFinding]:
-    """Check before a start whether a hub name resolves, in the cache or on the hub; empty for a
-    local folder.
-    """
+    """Check whether a hub name resolves, in the cache or on the hub; empty for a folder."""
     if is_local(path):
         return []
     try:
@@ -156,8 +150,7 @@ def check_hub_name(path: str, key: str) -> list[PreflightFinding]:
 
 
 def layer_names(folder: Path) -> set[str] | None:
-    """Return the last names of linear layers in a language model's blocks, from its files' headers;
-    None if unknown.
+    """Return the last names of a language model's linear layers, from headers; None if unknown.
 
     Those of experts, which are stored one by one, are not among them: see ``expert_names``.
     """
@@ -178,9 +171,7 @@ def layer_names(folder: Path) -> set[str] | None:
 
 
 def expert_names(folder: Path) -> frozenset[str]:
-    """Return transformers' names of the tensors that stack a model's experts; empty if it has none,
-    or unknown.
-    """
+    """Return transformers' names of the tensors that stack experts; empty without or unknown."""
     return (
         STACKED_EXPERTS
         if any("experts" in name.split(".") for name in _stored_shapes(folder) or ())
@@ -189,9 +180,7 @@ def expert_names(folder: Path) -> frozenset[str]:
 
 
 def stored_names(folder: Path) -> list[str]:
-    """Return the names of the tensors in a model's files; empty if it has none, or one cannot be
-    read.
-    """
+    """Return the names of the tensors in a model's files; empty if they cannot be read."""
     return list(_stored_shapes(folder) or ())
 
 

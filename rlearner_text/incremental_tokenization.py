@@ -1,5 +1,4 @@
-"""Tokenizes a conversation incrementally: appends the sampled tokens and the delta of user
-messages.
+"""Tokenizes a conversation step by step: appends sampled tokens and deltas of user messages.
 
 Existing tokens are never tokenised again, because text -> tokens is not the inverse of tokens ->
 text, and a policy must be trained on the very tokens that it sampled. The delta of a user message
@@ -42,8 +41,7 @@ class Conversation:
         return len(self.token_ids)
 
     def observe(self, text: str, role: Role = "user") -> int:
-        """Append a user message or tool result and the generation prompt; return the number of
-        added tokens.
+        """Append a user message or tool result and the prompt; return the number of new tokens.
 
         An assistant turn that ended without its end-of-turn token gets one, with mask 0.
 

@@ -81,8 +81,7 @@ class ModelFiles:
 
 
 def resolve_model(model: dict[str, Any]) -> None:
-    """Check a validated section ``model``, and put the text of the file that ``chat_template``
-    names into it.
+    """Check a section ``model``, and replace the path of ``chat_template`` by its text.
 
     So the template travels in the run's configuration, and no other host opens a file.
 
@@ -106,8 +105,7 @@ def check_trained_model(
     from_hub: bool = False,
     is_trained: bool = True,
 ) -> Tokenizer | None:
-    """Check the model of a section ``model`` and return its tokenizer, None if there is nothing to
-    check yet.
+    """Check the model of a section ``model``; return its tokenizer, None if there is none yet.
 
     Args:
         model: validated; a model without ``path`` is made later, and only its tokenizer is checked.
@@ -145,8 +143,7 @@ def check_trained_model(
 
 
 def check_tiny_tokenizer(section: ModelSection) -> Tokenizer | None:
-    """Check the chat template of a model that the run makes; return its tokenizer, None if that
-    needs a corpus.
+    """Check the chat template of a new model; return its tokenizer, None if it needs a corpus.
 
     Raises:
         ConfigError: if ``chat_template`` cannot be used.
@@ -162,8 +159,7 @@ def check_tiny_tokenizer(section: ModelSection) -> Tokenizer | None:
 
 
 def check_type(files: ModelFiles, *, trust_remote_code: bool) -> None:
-    """Check that transformers knows the architecture, or the folder brings its code and that is
-    trusted.
+    """Check that transformers knows the architecture, or the folder brings trusted code.
 
     Raises:
         ConfigError: if it does not.
@@ -259,8 +255,7 @@ def check_vocabulary(files: ModelFiles, tokenizer: Tokenizer) -> None:
 
 
 def check_end_tokens(files: ModelFiles, tokenizer: Tokenizer) -> None:
-    """Check that the model has an end token, and that it exists. It may be the pad token: that is
-    used nowhere.
+    """Check that the model has an end token. It may be the pad token, which is used nowhere.
 
     Raises:
         ConfigError: if it does not.
@@ -289,8 +284,7 @@ def check_template(tokenizer: Tokenizer) -> None:
 
 
 def known_positions(model: Mapping[str, Any]) -> int | None:
-    """Return how many positions the model of a section ``model`` has; None if that is not known
-    yet.
+    """Return how many positions the model of a section ``model`` has; None if not known yet.
 
     Raises:
         ConfigError: if its config.json cannot be read.
@@ -307,8 +301,7 @@ def known_positions(model: Mapping[str, Any]) -> int | None:
 
 
 def sampling_note(model: Mapping[str, Any], domains: Mapping[str, Any]) -> str:
-    """Return a note about sampling settings of the model's own, which a run does not use; empty if
-    there are none.
+    """Return a note about the model's own sampling settings, which a run ignores; empty if none.
 
     Args:
         domains: validated section.

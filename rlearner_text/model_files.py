@@ -45,8 +45,7 @@ class LocalModel:
 
 
 async def share(bus: Bus, path: str, *, with_code: bool) -> str:
-    """Store the files of a local model folder, all but the weights, for other hosts; return their
-    digest.
+    """Store a local model folder's files, without weights, for other hosts; return their digest.
 
     Args:
         with_code: whether Python files are part of the model (``model.trust_remote_code``).
@@ -77,8 +76,7 @@ async def share(bus: Bus, path: str, *, with_code: bool) -> str:
 
 
 async def local_model(bus: Bus, spec: wire.RunSpec) -> LocalModel:
-    """Return the run's model as this host has it: the named folder if it is the same one here, else
-    a private copy.
+    """Return the run's model on this host: the folder if it is the same here, else a copy.
 
     Raises:
         UserError: if neither this host nor the broker has its files, or the copy cannot be written.
@@ -115,9 +113,7 @@ def _cache_folder() -> Path:
 
 
 def read_files(folder: Path, *, with_code: bool) -> dict[str, bytes]:
-    """Return the files of a model folder by name, all but the weights; empty if there is no such
-    folder.
-    """
+    """Return a model folder's files by name, without weights; empty without a folder."""
     patterns = (*TOKENIZER_FILES, "*.py") if with_code else TOKENIZER_FILES
     paths = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(paths)}

@@ -1,5 +1,4 @@
-"""Judges whether logprobs of one text, computed in two ways, differ by more than the model differs
-from itself.
+"""Judges whether logprobs computed in two ways differ by more than the model from itself.
 
 A model computed whole and in parts gives other logprobs, by rounding alone: 1e-6 for one, 0.3 for
 another, a thousand times more for some tokens than for others. So a constant limit refuses good
@@ -89,7 +88,5 @@ def _token_distances(values: Values, reference: Values) -> npt.NDArray[np.float6
 
 
 def _rounding_error(values: Values, epsilon: float) -> float:
-    """Return the error of logprobs whose logits are rounded to a dtype: about their size times its
-    epsilon.
-    """
+    """Return the error of logprobs whose logits are rounded to a dtype: size times epsilon."""
     return epsilon / 4 * max(1.0, float(np.abs(values).mean()))

@@ -1,5 +1,4 @@
-"""Tries a model's tokenizer and chat template in a bounded child process before any process uses
-them.
+"""Tries a model's tokenizer and chat template in a bounded child process before their use.
 
 Both are programs of the model's author: a template can loop for years or allocate all memory, and a
 regular expression of tokenizer.json can abort the library. A model that passes is remembered by its
@@ -107,9 +106,7 @@ def _describe_end(exit_code: int, output: str) -> str:
 
 
 def _passed_models() -> Path:
-    """Return the folder with an empty file for each model that passed; one of this process if it
-    cannot be made.
-    """
+    """Return the folder with an empty file for each model that passed."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = (
         (Path(base) if base.startswith("/") else Path.home() / ".cache")

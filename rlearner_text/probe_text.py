@@ -1,5 +1,4 @@
-"""Makes the text by which processes compare their logprobs of a model: ordinary, and past every
-switch of it.
+"""Makes the text by which processes compare logprobs: ordinary, and past every switch.
 
 A window, a chunk or a second set of rotary factors takes effect only beyond a number of tokens that
 the configuration names. A comparison on fewer tokens says nothing about it.
@@ -94,9 +93,7 @@ def _rope_types(settings: Mapping[str, Any]) -> set[str]:
 
 
 def probe_length(model_config: Mapping[str, Any], max_context: int) -> int:
-    """Return the tokens that pass every switch within the run's context, and leave room for one
-    more.
-    """
+    """Return the tokens that pass every switch within the run's context, and leave room for one."""
     reached = [
         switch + MARGIN for switch in switch_lengths(model_config) if switch < max_context - 1
     ]

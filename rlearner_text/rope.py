@@ -18,8 +18,7 @@ _CHANGING: Final = frozenset({"longrope", "dynamic"})
 
 
 def fix_rope(model: torch.nn.Module, max_context: int) -> tuple[str, ...]:
-    """Let a loaded transformers model compute rotary positions as at ``max_context`` tokens, at
-    every length.
+    """Let a transformers model compute rotary positions as at ``max_context`` tokens, always.
 
     The configuration stays, so a saved model is as it was.
 

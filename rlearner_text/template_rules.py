@@ -73,9 +73,7 @@ class TemplateRules:
         )
 
     def _delta(self, text: str, role: Role = "user") -> tuple[int, ...]:
-        """Return the tokens after a turn of the policy: its end, the user or tool message, the
-        generation prompt.
-        """
+        """Return the tokens after a turn of the policy: its end, the message, the prompt."""
         text = self._tokenizer.shield(text)
         if role == "user":
             tail = self._tail(text, bare=self._moves_preamble)
@@ -121,9 +119,7 @@ class TemplateRules:
         return [_assistant_message(answer.strip()) | thinking_fields, _assistant_message(text)]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a sampled turn without special tokens; reasoning stands between
-        ``<think>`` tags.
-        """
+        """Return a sampled turn's text without special tokens; reasoning in ``<think>`` tags."""
         return self.reader.text(token_ids)
 
     def calls(self, text: str) -> list[ToolCall]:
@@ -148,9 +144,7 @@ class TemplateRules:
         return spelling
 
     def _result(self, text: str, spelling: ToolSyntax) -> str:
-        """Return what the template puts after a turn that called a tool: its end, the result, the
-        generation prompt.
-        """
+        """Return what follows a turn that called a tool: its end, the result, the prompt."""
         function = str(PROBE["tool_calls"][0]["function"]["name"])
         result = {"role": "tool", "name": function, "tool_call_id": PROBE_ID, "content": text}
         rendered = self._render([_user_message(_QUESTIONS[0]), PROBE, result])

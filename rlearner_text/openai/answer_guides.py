@@ -68,8 +68,7 @@ def _build_guides(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
 
 
 def close_objects(schema: Any) -> Any:
-    """Return a schema whose objects with named properties have no others, unless it allows them
-    explicitly.
+    """Return a schema whose objects have no other properties, unless it allows them explicitly.
 
     JSON Schema allows additional properties by default, and a policy that has not learned to end an
     object would keep adding them.

@@ -184,7 +184,5 @@ def _logprob_entry(token: str, logprob: float) -> dict[str, Any]:
 
 
 def _utf8_bytes(token: str) -> list[int] | None:
-    """Return the UTF-8 of a token; None for an incomplete character, which decodes to a
-    replacement.
-    """
+    """Return the UTF-8 of a token; None for an incomplete character."""
     return None if "\ufffd" in token else list(token.encode())

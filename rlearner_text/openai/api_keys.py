@@ -17,9 +17,7 @@ LEAST_CHARACTERS: Final = 16
 
 
 def key_file() -> Path:
-    """Return the path of a generated key: ``$XDG_CONFIG_HOME/rlearner/api_key``, by default in
-    ``~/.config``.
-    """
+    """Return the path of a generated key, ``rlearner/api_key`` in the user's configuration."""
     base = os.environ.get("XDG_CONFIG_HOME", "")
     return (
         (Path(base) if base.startswith("/") else Path.home() / ".config") / "rlearner" / "api_key"
@@ -27,8 +25,7 @@ def key_file() -> Path:
 
 
 def find_key() -> tuple[str, str]:
-    """Return the key that clients must send, and where the user finds it; creates the file if
-    necessary.
+    """Return the key that clients must send, and where it is; creates the file if necessary.
 
     All servers of a user on a machine share one file, so that clients need not be configured again.
 
@@ -52,9 +49,7 @@ def find_key() -> tuple[str, str]:
 
 
 def matches(header: str | None, key: str) -> bool:
-    """Return whether an Authorization header has the key, in constant time for wrong keys of one
-    length.
-    """
+    """Return whether an Authorization header has the key; equal lengths take constant time."""
     token = bearer(header)
     return token is not None and hmac.compare_digest(
         token.encode(errors="surrogateescape"), key.encode()
@@ -68,9 +63,7 @@ def bearer(header: str | None) -> str | None:
 
 
 def _create_key_file(path: Path) -> None:
-    """Create the key file atomically; if another process creates it at the same time, keep the
-    other's.
-    """
+    """Create the key file atomically; if another process has just created one, keep that."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     draft = path.with_name(f".api_key-{secrets.token_hex(4)}")
     handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

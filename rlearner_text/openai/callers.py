@@ -73,8 +73,7 @@ class Call:
 
 
 class KeyDesk:
-    """Finds the caller of a request among the key without name and the named ones; one model and
-    engine for all.
+    """Finds the caller of a request by its key: the one without name, or a named one.
 
     Earlier answers, which the Responses API refers to, are kept apart for each key.
     """

@@ -18,8 +18,7 @@ _REASONS: Final = {"KEY_VALUES_MISMATCH": "the key belongs to another certificat
 
 
 def server_tls(cert: str, key: str, *, cert_name: str, key_name: str) -> ssl.SSLContext:
-    """Return TLS 1.2 or newer for a server by its certificate, or chain of certificates, and key in
-    PEM.
+    """Return a server's TLS 1.2 or newer from certificate, or chain, and key in PEM.
 
     Args:
         cert_name: the setting that names the certificate, for errors.

@@ -44,9 +44,7 @@ def _endpoint_finding(key: str, status: Status, problem: str, remedy: str = "") 
 
 
 async def _request_models(base_url: str, key: str) -> tuple[int, str]:
-    """Return the status of an error answer (else 0) and the problem (else empty); some endpoints do
-    not list models.
-    """
+    """Return the status of an error answer (else 0) and the problem (else empty)."""
     from rlearner_text.openai.client import EndpointClient, EndpointError
 
     endpoint = EndpointClient(base_url, key, timeout_s=WITHIN_S, retries=0, base_s=1.0)

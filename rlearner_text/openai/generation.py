@@ -133,18 +133,14 @@ async def generate(
 
 
 def _count_sampled(reply: AnswerChoice | BaseException, room: int) -> int:
-    """Return the tokens that a choice counts for: all that were possible if its client did not wait
-    for it.
-    """
+    """Return the tokens that a choice counts for: all possible ones if its client left."""
     if isinstance(reply, asyncio.CancelledError):
         return room
     return 0 if isinstance(reply, BaseException) else len(reply.reply.token_ids.array())
 
 
 def _conversation_id(body: GenerationBody) -> str:
-    """Return the conversation id: an agent's calls share their messages up to the first user
-    message.
-    """
+    """Return the conversation id: an agent's calls share messages up to the first user message."""
     if body.prompt_cache_key or not isinstance(body, ChatBody):
         return body.prompt_cache_key
     opening = next((n for n, message in enumerate(body.messages) if message.role == "user"), 0) + 1
@@ -168,9 +164,7 @@ def _check_model(body: GenerationBody, served_model: ServedModel) -> None:
 
 
 def _check_top(body: GenerationBody, served_model: ServedModel) -> None:
-    """Check ``top_logprobs``; a completion's ``logprobs: 1`` only requests those of sampled tokens,
-    always known.
-    """
+    """Check ``top_logprobs``; a completion's ``logprobs: 1`` asks for sampled tokens only."""
     if not served_model.top_logprobs and body.wanted_top > (
         1 if isinstance(body, CompletionBody) else 0
     ):
@@ -207,9 +201,7 @@ def _build_request(
     conversation: str,
     guides: list[wire.Guide],
 ) -> wire.GenerateRequest:
-    """Return the request of one choice; the i-th of a prompt uses seed + i, or all would be the
-    same.
-    """
+    """Return the request of one choice; the i-th of a prompt uses seed + i, so they differ."""
     return wire.GenerateRequest(
         request_id=f"http.{reply_id}.{index}",
         conversation_id=f"{conversation}.{index}" if index else conversation,

@@ -17,8 +17,7 @@ _TYPES: Final = {
 
 
 class HttpError(Exception):
-    """An error answer; ``param`` is the wrong field of the body, ``code`` is for programs
-    (``model_not_found``).
+    """An error answer; ``param``: the wrong field of the body, ``code``: for programs.
 
     ``retry_s``: after how many seconds to try again, None: not said.
     """

@@ -1,6 +1,4 @@
-"""Named API keys of a user on a machine: a private file that stores them hashed, with limits and
-expiry.
-"""
+"""Named API keys of a user on a machine, hashed in a private file, with limits and expiry."""
 
 from __future__ import annotations
 
@@ -104,8 +102,7 @@ class KeyStore:
         tokens_per_minute: int,
         concurrent: int,
     ) -> tuple[str, NamedKey]:
-        """Make a key that servers accept at once; return it, which is stored nowhere, and its
-        entry.
+        """Make a key that servers accept at once; return it, which is not stored, and its entry.
 
         Raises:
             UserError: if the name is taken or not allowed, or the file cannot be used.
@@ -194,9 +191,7 @@ class LiveKeys:
         self.changes = 0
 
     def find(self, token: str) -> NamedKey | None:
-        """Return the key with this secret, which may have expired, or None; compared in constant
-        time.
-        """
+        """Return the key with this secret, expired or not, or None; compared in constant time."""
         self._refresh()
         digest = _hash_key(token)
         match = None

@@ -1,6 +1,4 @@
-"""Quotas of one API key: requests and tokens per minute, and requests at once (pure; times are
-arguments).
-"""
+"""Quotas of one API key: requests and tokens per minute, requests at once (pure)."""
 
 from __future__ import annotations
 

@@ -335,9 +335,7 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    """The body of /v1/completions; ``logprobs`` is the number of likeliest tokens besides the
-    sampled one.
-    """
+    """The body of /v1/completions; ``logprobs``: how many tokens besides the sampled one."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | bool | None = None

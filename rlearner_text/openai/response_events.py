@@ -133,9 +133,7 @@ class ResponsesFormat:
 
 
 class ResponseEvents:
-    """The events of one streamed response; for the timing of text see
-    ``rlearner_text.openai.sse_chunks``.
-    """
+    """The events of one streamed response; ``sse_chunks`` explains the timing of text."""
 
     def __init__(
         self, response: ResponsesFormat, spoken: Any, writer: AnswerWriter, prompt: Sequence[int]

@@ -272,9 +272,7 @@ def _chat_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _chat_choice(choice: str | dict[str, Any]) -> object:
-    """Convert ``{"type": "function", "name": …}`` to a chat's form; the chat validates other
-    values.
-    """
+    """Convert ``{"type": "function", "name": …}`` to a chat's form; leave other values."""
     if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     return choice

@@ -58,9 +58,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _OneLine(logging.Filter):
-    """Reduces errors to one line without traceback: requests that are not HTTP are the client's
-    mistake.
-    """
+    """Reduces errors to one line: requests that are not HTTP are the client's mistake."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.exc_info, tuple):
@@ -350,16 +348,12 @@ class HttpServer:
 
 
 async def _parse_body(raw: bytes, model: type[B]) -> B:
-    """Return a body, see ``parse``; a long one is parsed in a thread, where its validators let
-    others run.
-    """
+    """Return a body, see ``parse``; a long one is parsed in a thread, so that others go on."""
     return parse(raw, model) if len(raw) < LONG_BODY else await asyncio.to_thread(parse, raw, model)
 
 
 def _log_access(request: web.Request, status: int, seconds: float) -> None:
-    """Write the peer, the key's name, prompt and output tokens, method, path, status and time of a
-    request.
-    """
+    """Log the peer, the key's name, tokens, method, path, status and time of a request."""
     call = call_of(request)
     path = ascii(request.path[:PATH_CHARACTERS])
     name = "-" if call is None else call.caller.name

@@ -41,9 +41,7 @@ class TokenBuffer:
 
 
 class ChoiceEvents(Protocol):
-    """The events of one choice; each is a JSON object, whose ``type``, if present, also names the
-    event.
-    """
+    """The events of one choice: JSON objects; ``type``, if present, names the event."""
 
     def of(self, pieces: Sequence[TokenEvent]) -> list[dict[str, Any]]:
         """Return the events of new pieces."""
@@ -74,8 +72,7 @@ class EventStream:
             task.add_done_callback(lambda _: has_tokens.set())
 
     async def send(self, request: web.Request) -> web.StreamResponse:
-        """Send the answer, starting with the first token, so that a request that fails earlier gets
-        an error status.
+        """Send the answer from the first token on; a request that fails earlier gets a status.
 
         Raises:
             HttpError: if the request fails before the first event.

@@ -74,9 +74,7 @@ def text_with_markers(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 def split_calls(
     text: str, syntax: ToolSyntax, prefix: str, most: int | None = None
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Split a text with markers at its first call into words and calls, up to ``most``; none if one
-    does not parse.
-    """
+    """Split a text at its first call into words and at most ``most`` calls; none if one is bad."""
     try:
         calls = syntax.calls(text)[:most]
     except ToolCallError:
@@ -89,9 +87,7 @@ def split_calls(
 
 
 def prefix_of(reply_id: str, index: int) -> str:
-    """Return the prefix of the call ids in one choice; a client sends the ids back with the
-    results.
-    """
+    """Return the prefix of one choice's call ids, which a client sends back with results."""
     return f"call_{reply_id}{index:03d}"
 
 
