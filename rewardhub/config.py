@@ -122,8 +122,7 @@ def reward_labels(rewards: Sequence[RewardConfig]) -> list[str]:
 
 
 def pools_of_kinds(domains: Mapping[str, DomainSection], kinds: Sequence[str]) -> list[str]:
-    """Return the pools with rewards of these kinds: names of the registry, or the short name of a
-    path.
+    """Return the pools with rewards of these kinds: registry names, or short names of paths.
 
     Raises:
         UserError: if no domain has such a reward, or a pool also holds others, which such a hub

@@ -1,6 +1,4 @@
-"""Tests a failing pool by scoring failed episodes again; results are dropped, and no delivery is
-used.
-"""
+"""Tests a failing pool by scoring failed episodes again; uses no result and no delivery."""
 
 from __future__ import annotations
 

@@ -9,8 +9,7 @@ from broker.settings.runspec import domains
 
 
 def preflight_findings(config: dict[str, Any]) -> list[PreflightFinding]:
-    """Check the endpoint of each judge once; its API key must be set, but it need not be reachable
-    yet.
+    """Check each judge's endpoint once; its API key must be set, but it may be unreachable.
 
     Args:
         config: validated.

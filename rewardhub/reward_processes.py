@@ -337,9 +337,7 @@ async def _await_value(
 
 
 def kind_key(reward: RewardConfig) -> str:
-    """Return the key of the processes that compute this reward; equal for equal names and
-    arguments.
-    """
+    """Return the key of the processes for this reward; equal for equal names and arguments."""
     return json.dumps([reward.name, reward.args], sort_keys=True)
 
 

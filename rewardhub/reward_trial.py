@@ -1,6 +1,4 @@
-"""Tries each of the user's own rewards once, in a worker process as in a hub; for ``rlearner
-check``.
-"""
+"""Tries each of the user's rewards once in a worker process, for ``rlearner check``."""
 
 from __future__ import annotations
 
@@ -20,8 +18,7 @@ from rewardhub.worker_pool import NoWorkerError, ScoreError
 async def try_rewards(
     config: dict[str, Any], samples: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Score each domain's sample once with each of the user's own rewards, and return the keys of
-    these rewards.
+    """Score each domain's sample once with the user's rewards, and return their keys.
 
     Args:
         config: validated.

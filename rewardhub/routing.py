@@ -1,5 +1,4 @@
-"""Decides what a reward hub does with a group: what to score, what to retry, where to send it. No
-I/O.
+"""Decides what to do with a group: what to score and retry, where to send it. No I/O.
 
 Events go in (``start``, ``scored``, ``failed``), actions come out. A group ends in exactly one
 Forward or Close.
@@ -81,9 +80,7 @@ def find_refusal(
 
 
 def rewards_digest(rewards: Sequence[RewardConfig]) -> str:
-    """Return the digest of a domain's rewards, which tells scores of other rewards or other
-    arguments apart.
-    """
+    """Return the digest of a domain's rewards and their arguments."""
     plain = json.dumps([reward.model_dump(mode="json") for reward in rewards], sort_keys=True)
     return blake2b(plain.encode(), digest_size=8).hexdigest()
 
@@ -218,9 +215,7 @@ class GroupScoring:
         )
 
     def _scored_before(self) -> dict[tuple[int, int], Scored]:
-        """Return the scores of this pool that the group brings along, unless they are of other
-        rewards.
-        """
+        """Return this pool's scores that the group brings along, unless of other rewards."""
         labels = {
             label: r for r, label in enumerate(reward_labels(self._rewards)) if r in self._mine
         }

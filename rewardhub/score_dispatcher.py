@@ -1,6 +1,4 @@
-"""Combines a hub's workers, for rewards that take one sample at a time, with processes that take
-many.
-"""
+"""Combines a hub's workers, one sample at a time, with processes that take many."""
 
 from __future__ import annotations
 
@@ -125,9 +123,7 @@ class ScoreDispatcher:
 
 
 def _sample_place(reward: RewardConfig) -> str:
-    """Return the key of the processes that score many samples with this reward at once; empty: any
-    worker.
-    """
+    """Return the key of the processes that batch this reward; empty: any worker."""
     return "" if loading.concurrency_of(reward) is None else kind_key(reward)
 
 

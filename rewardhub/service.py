@@ -203,9 +203,7 @@ class RewardhubService:
         await self.workers.close()
 
     async def _feed(self, pool: str) -> None:
-        """Fetch groups of one pool while there is room; when cancelled, hand back those that have
-        arrived.
-        """
+        """Fetch groups of one pool while there is room; when cancelled, hand back the rest."""
         queue = await self.bus.work_queue(EPISODES, pool)
         while True:
             await self.member.running.wait()
@@ -256,9 +254,7 @@ class RewardhubService:
                 job.task.cancel()
 
     def _follow_spec(self) -> None:
-        """Follow the run's configuration, in which rewards and pools may change when the learner
-        resumes.
-        """
+        """Follow the configuration, whose rewards and pools may change when the learner resumes."""
         if self.member.spec is self.spec:
             return
         self.spec = self.member.spec
@@ -339,9 +335,7 @@ class RewardhubService:
             await self._forward(job, ending, time.monotonic() - started_at)
 
     def _fails(self, job: _Job, key: str, scoring: GroupScoring, ending: CloseAction) -> bool:
-        """Count a failed group. Return whether to hand it to another hub, because this host may be
-        at fault.
-        """
+        """Count a failed group; return whether to hand it to another hub, as this host may fail."""
         delivery = job.delivery.num_delivered
         self.trials.keep(job.pool, scoring)
         self.health.failed(job.pool, key, delivery, ending.detail)

@@ -1,6 +1,4 @@
-"""A worker process that scores one sample at a time for its hub. Started by
-``rewardhub.worker_pool``.
-"""
+"""A worker process that scores one sample at a time; ``rewardhub.worker_pool`` starts it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""A pool of worker processes that are replaced when a reward hangs, crashes or takes too much
-memory.
-"""
+"""A pool of workers, replaced when a reward hangs, crashes or takes too much memory."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ WATCH_EVERY_S: Final = 0.5
 
 
 class ScoreError(RlearnerError):
-    """There is no score. ``retry``: another try may succeed. ``trace``: the reward's traceback, for
-    the log.
-    """
+    """There is no score. ``retry``: a try may succeed. ``trace``: the reward's traceback."""
 
     def __init__(self, detail: str, *, retry: bool, trace: str = "") -> None:
         super().__init__(detail)
@@ -44,9 +40,7 @@ class ScoreError(RlearnerError):
 
 
 class NoWorkerError(RlearnerError):
-    """No worker process can start here now, or it cannot load the reward; the group is not at
-    fault.
-    """
+    """No worker can start here now or load the reward; the group is not at fault."""
 
 
 class _SlowStartError(NoWorkerError):

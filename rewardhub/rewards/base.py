@@ -39,8 +39,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardProtocol(Protocol):
-    """A reward of the registry. Each worker process has one instance, which scores one sample at a
-    time.
+    """A reward of the registry. Each worker process has one instance and scores one sample at once.
 
     A class of the registry with ``concurrent = True`` runs in a separate process (on each GPU with
     ``on_gpu = True``) and scores many samples at once: ``score`` is a coroutine, and ``Args`` has
@@ -54,8 +53,7 @@ class RewardProtocol(Protocol):
     def __init__(self, args: Section) -> None: ...
 
     def score(self, sample: Sample) -> Value | Scored | Awaitable[Value | Scored]:
-        """Return the reward; may be a coroutine. The process is killed if it takes longer than
-        ``rewardhub.timeout_s``.
+        """Return the reward; may be a coroutine. ``rewardhub.timeout_s`` ends the process.
 
         Raises:
             ResponseFault: if the response is at fault; any other exception is the reward's own

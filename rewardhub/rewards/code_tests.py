@@ -49,9 +49,7 @@ class FunctionCallTests:
 
 @dataclass(frozen=True)
 class StatementTests:
-    """Python statements that raise if the program is wrong, executed in another process; ``first``
-    runs before them.
-    """
+    """Python statements that raise if the program is wrong; ``first`` runs before them."""
 
     first: str
     cases: tuple[str, ...]

@@ -43,9 +43,7 @@ class FormatArgs(Section):
 
 
 class FormatReward:
-    """Reward: ``correct`` if the response matches, else ``wrong``; note ``too_costly`` beyond
-    ``cpu_s``.
-    """
+    """``correct`` if the response matches, else ``wrong``; note ``too_costly`` beyond ``cpu_s``."""
 
     Args = FormatArgs
 

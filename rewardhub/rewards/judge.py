@@ -148,8 +148,7 @@ class JudgeReward:
         self._model = args.model or ""
 
     async def start(self) -> None:
-        """Check the API key, choose the model, and open the connections. The endpoint need not be
-        reachable yet.
+        """Check the API key, choose the model, open the connections; all may be unreachable yet.
 
         Raises:
             UserError: if the key is missing or the endpoint rejects it, or serves several models

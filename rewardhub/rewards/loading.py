@@ -76,8 +76,7 @@ def check(name: str, args: Mapping[str, Any], key: str = "rewards") -> Any:
 
 
 def variables_of(reward: RewardConfig) -> set[str]:
-    """Return the environment variables that a reward refers to as secrets, those of its defaults
-    included.
+    """Return the environment variables that a reward or its defaults refer to as secrets.
 
     Raises:
         ConfigError: as in ``check``.
@@ -91,8 +90,7 @@ def variables_of(reward: RewardConfig) -> set[str]:
 
 
 def concurrency_of(reward: RewardConfig) -> ConcurrencySettings | None:
-    """Return how to run a reward that scores many samples at once, None for others, such as a
-    user's own.
+    """Return how to run a reward that scores many samples at once; None for others.
 
     Raises:
         ConfigError: as in ``check``.

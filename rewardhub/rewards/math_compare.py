@@ -1,5 +1,4 @@
-"""Compares two answers by their structure, and their expressions by math-verify, in a bounded
-process.
+"""Compares two answers by structure, and expressions by math-verify, in a bounded process.
 
 math-verify's own timeouts are off: they raise in a signal handler, which its libraries swallow and
 C code never sees. See ``rewardhub.bounded``.
@@ -45,9 +44,7 @@ WARM_UP: Final = (
 
 
 class ComparisonRequest(msgspec.Struct, frozen=True):
-    """Request: does ``answer`` equal ``gold``? Without ``answer``: can ``gold`` be read as
-    mathematics?
-    """
+    """Does ``answer`` equal ``gold``? Without ``answer``: is ``gold`` readable mathematics?"""
 
     gold: ExtractedAnswer
     answer: ExtractedAnswer | None
@@ -76,8 +73,7 @@ def warm_up() -> None:
 
 
 def answer(data: bytes) -> bytes:
-    """Return the verdict on an encoded ``ComparisonRequest``; without ``answer``, ``formula`` or
-    ``text``.
+    """Return the verdict on a ``ComparisonRequest``; without answer, ``formula`` or ``text``.
 
     Raises:
         TooCostly: if an answer is too costly, before computing.

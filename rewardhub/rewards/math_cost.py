@@ -33,8 +33,7 @@ def is_costly_text(text: str) -> bool:
 
 
 def is_costly(expression: Any) -> bool:
-    """Return whether evaluating, expanding, simplifying or comparing a sympy expression may take
-    very long.
+    """Return whether evaluating, simplifying or comparing an expression may take very long.
 
     False is not a guarantee, so computing is bounded as well.
     """
@@ -69,16 +68,12 @@ def _child_nodes(node: Any) -> list[Any]:
 
 
 def _max_digits(node: Any) -> float:
-    """Return an upper bound of the digits of any number that an evaluation produces; symbols count
-    as small.
-    """
+    """Return an upper bound of the digits of any number in an evaluation; symbols are small."""
     return max(0.0, _abs_log10(node), *(_max_digits(child) for child in _child_nodes(node)))
 
 
 def _abs_log10(node: Any) -> float:
-    """Return about log10 of the absolute value of the expression, at least 0; infinity if it is too
-    large.
-    """
+    """Return about log10 of an expression's absolute value, at least 0; infinity if too large."""
     import sympy
 
     if isinstance(node, sympy.Rational):

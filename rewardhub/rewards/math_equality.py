@@ -318,9 +318,7 @@ def _assigned_value(node: Node) -> Node | None:
 
 
 def _are_named_apart(gold: Node, answer: Node) -> bool:
-    """Return whether the reference names its values and the answer does not, so that their order
-    counts.
-    """
+    """Return whether only the reference names its values, so that their order counts."""
     names = [part.parts[0].text for part in gold.parts if part.kind == "relation" and part.parts]
     return len(set(names)) == len(gold.parts) > 1 and not any(
         part.kind == "relation" for part in answer.parts
@@ -341,9 +339,7 @@ def _possible_times(node: Node) -> set[tuple[int, int, int]]:
 
 
 def _other_variable(gold: str, answer: str) -> str | None:
-    """Return the other variable of the same function, ``y`` for ``f(x)`` and ``f(y)``; None for
-    other names.
-    """
+    """Return the other variable of a function: ``y`` for ``f(x)`` and ``f(y)``; else None."""
     pattern = r"([A-Za-z])\(\s*([A-Za-z])\s*\)"
     matches = re.fullmatch(pattern, gold), re.fullmatch(pattern, answer)
     if (

@@ -34,9 +34,7 @@ _LAST_NUMBER: Final = re.compile(
 
 
 def is_imaginary(gold: str) -> bool:
-    """Return whether ``i`` is the imaginary unit in a reference, and so in its answers; else it is
-    a variable.
-    """
+    """Return whether ``i`` is the imaginary unit in a reference and its answers, no variable."""
     return _UNIT_OF_ROOT.search(gold) is not None and _INDEX.search(gold) is None
 
 
@@ -95,9 +93,7 @@ def ordered(expression: Any) -> Any:
 
 
 def is_same_equation(gold: Any, answer: Any) -> bool:
-    """Return whether two equations of polynomials are multiples of each other; False if that is not
-    known.
-    """
+    """Return whether two equations are known to be multiples of each other."""
     import sympy
 
     if not (isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq)):
@@ -110,9 +106,7 @@ def is_same_equation(gold: Any, answer: Any) -> bool:
 
 
 def is_near(gold: Any, answer: Any, digits: int) -> bool:
-    """Return False for a small number and one that differs relatively; math-verify rounds small
-    numbers to zero.
-    """
+    """Return False if a small number differs relatively; math-verify rounds it to zero."""
     import sympy
 
     if not all(isinstance(number, sympy.Expr) and number.is_number for number in (gold, answer)):

@@ -181,9 +181,7 @@ def last_formulas(text: str, *, first: bool = False) -> str | None:
 
 
 def boxed(text: str) -> list[str]:
-    """Return the contents of the outermost closed boxes in order, each with a percent sign that
-    follows it.
-    """
+    """Return the contents of the outermost closed boxes, each with a percent sign behind it."""
     return [box.content for box in _find_boxes(text)]
 
 
@@ -259,9 +257,7 @@ def is_same_text(gold: ExtractedAnswer, answer: ExtractedAnswer) -> bool:
 
 
 def _choice_of_reference(text: str) -> str | None:
-    """Return the letter if the reference is a choice: a capital letter A to J alone, or in brackets
-    before a text.
-    """
+    """Return the letter if the reference is a choice: A to J alone, or in brackets before text."""
     plain = math_text.TEXT_COMMAND.sub(r"\1", text).replace("$", "").strip()
     match = re.fullmatch(r"([A-J])[.)]?|\(([A-J])\)(?:\s.*)?", plain)
     return match and (match[1] or match[2])

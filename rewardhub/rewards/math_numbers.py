@@ -71,9 +71,7 @@ _UNITS: Final = (
 
 
 def exact_value(text: str) -> Fraction | None:
-    """Return the value of a fraction, mixed number, repeating decimal or number with its base; None
-    for others.
-    """
+    """Return the value of a fraction, mixed, repeating or based number; None for others."""
     if len(text) > LONGEST_NUMBER:
         return None
     return next((value for reader in _READERS if (value := reader(text)) is not None), None)

@@ -1,5 +1,4 @@
-"""Reads the structure of an answer: lists, intervals, matrices, relations, congruences, numbers in
-any notation. Pure.
+"""Reads the structure of an answer: lists, intervals, matrices, relations, numbers. Pure.
 
 What has a structure is compared by it. Only plain expressions go to the parser of formulas, which
 drops what it does not know: it would read a matrix as its last entry and ``204_6`` as 204.
@@ -288,9 +287,7 @@ def _read_relation(text: str, depth: int) -> Node | None:
 
 
 def is_name(text: str) -> bool:
-    """Return whether a side of an equation only names what the other side is: ``x``, ``f(x)``,
-    ``(p, q)``, ``AB``.
-    """
+    """Return whether a side of an equation only names the other: ``x``, ``f(x)``, ``AB``."""
     return len(text) <= 60 and _NAME.fullmatch(text.strip()) is not None
 
 

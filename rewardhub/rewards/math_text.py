@@ -133,17 +133,13 @@ def _has_other_digits(text: str) -> bool:
 
 
 def decimal_comma(text: str) -> tuple[Fraction, bool] | None:
-    """Return the number of a text like ``1000,99`` if its comma is a decimal point; ``2,3`` is a
-    list.
-    """
+    """Return the number of a text like ``1000,99`` with a decimal comma; ``2,3`` is a list."""
     match = _DECIMAL_COMMA.fullmatch(text) if len(text) <= LONGEST_NUMBER else None
     return number(f"{match[1]}{match[2]}.{match[3]}") if match else None
 
 
 def same_number(gold: tuple[Fraction, bool], answer: tuple[Fraction, bool], digits: int) -> bool:
-    """Return whether two numbers are equal: rounded to ``digits`` decimals if one has a decimal
-    point, else exactly.
-    """
+    """Return whether numbers are equal: rounded to ``digits`` if one has a point, else exactly."""
     if gold[1] or answer[1]:
         # Rounding turns small numbers into zero, so the difference must also be small relative to
         # the reference.
@@ -164,9 +160,7 @@ def has_unit(text: str) -> bool:
 
 
 def is_formula(text: str) -> bool:
-    """Return whether the text can be a formula: its words are function names or short products of
-    variables.
-    """
+    """Return whether a text can be a formula: its words are functions or products of variables."""
     if not text or has_control_characters(text) or _has_foreign_letters(text):
         return False
     plain = _COMMAND.sub(" ", TEXT_COMMAND.sub(" ", text))
@@ -210,9 +204,7 @@ def to_latex(text: str) -> str:
 
 
 def plain_latex(text: str) -> str:
-    """Return a formula without dollars, size commands and spaces that have no meaning, with one
-    name per relation.
-    """
+    """Return a formula without dollars, sizes and idle spaces, with one name per relation."""
     text = text.translate(_CHARACTERS)
     text = re.sub(r"(?<!\\)\$", " ", text)
     if "\\begin" not in text:
@@ -223,9 +215,7 @@ def plain_latex(text: str) -> str:
 
 
 def canonical(text: str) -> str:
-    """Return a plain formula without blanks next to operators and brackets; equal texts mean the
-    same.
-    """
+    """Return a formula without idle blanks; equal texts mean the same."""
     text = re.sub(
         r"\\(?:text|mathrm|textbf|mathbf|textnormal)\s*\{\s*([^{}\\]*?)\s*\}", r"{\1}", text
     )
@@ -242,8 +232,6 @@ def words(text: str) -> str:
 
 
 def choice(text: str) -> str | None:
-    """Return the letter of a choice such as ``C``, ``(C)`` or ``C. Paris``; None for any other
-    text.
-    """
+    """Return the letter of a choice such as ``C``, ``(C)`` or ``C. Paris``; else None."""
     match = _CHOICE.fullmatch(TEXT_COMMAND.sub(r"\1", text).replace("$", "").strip())
     return match[1].upper() if match else None

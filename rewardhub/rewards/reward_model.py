@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 
 class RewardModel:
-    """Reward: the model's output for question and response. The note ``truncated`` is 1 if the text
-    did not fit.
-    """
+    """Reward: the model's output for question and response. Note ``truncated``: it did not fit."""
 
     Args = RewardModelArgs
     concurrent: ClassVar[bool] = True

@@ -1,5 +1,4 @@
-"""Who may use the console: links that work once, a password, sessions, and the names under which it
-answers. Pure.
+"""Who may use the console: single-use links, a password, sessions, host names. Pure.
 
 Loopback is not a trust boundary: every user of the machine, and every page in the operator's
 browser, reaches it. Reading needs a login, too, because prompts, responses and settings are as
@@ -80,9 +79,7 @@ class ConsoleAccess:
         return self._begin(now)
 
     def use_password(self, password: str, now: float) -> str | float:
-        """Return the cookie of a new session, or the seconds to wait before the next try; 0: at
-        once.
-        """
+        """Return the cookie of a new session, or the seconds to wait before the next try."""
         if (wait_s := self.limit.wait_s(now)) > 0:
             return wait_s
         if self.password is None or not _is_same_secret(password, self.password):
@@ -118,8 +115,7 @@ def session_name(cookie: str) -> str:
 
 
 def is_known_host(host: str, names: Iterable[str]) -> bool:
-    """Return whether a Host header is one of the console's names, with any port: a tunnel changes
-    it.
+    """Return whether a Host header is one of the console's names, with any port.
 
     A page of another site can have its name resolved to this address (DNS rebinding), but not
     change this header.

@@ -1,6 +1,4 @@
-"""What an operator may do to a run from the console, the same as the commands do; yields a line for
-each outcome.
-"""
+"""What an operator may do to a run from the console, as by command; yields lines."""
 
 from __future__ import annotations
 
@@ -60,8 +58,7 @@ async def letters(bus: Bus) -> list[LogRecord]:
 
 
 async def retry(bus: Bus, record: LogRecord, session: str) -> AsyncGenerator[str, None]:
-    """Yield the lines of each outcome of a dead letter that is run again; nothing of it is trained
-    on.
+    """Yield lines for each outcome of a retried dead letter; nothing of it is trained on.
 
     Raises:
         UserError: if it cannot be retried.

@@ -1,6 +1,4 @@
-"""The web application: its pages and files, without a login and without a server, which ``server``
-adds.
-"""
+"""The web application: pages and files, without login and server; ``server`` adds those."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Lets only logged-in browsers through to the pages, and sets the headers that keep other sites'
-code away.
-"""
+"""Lets only logged-in browsers through, and sets headers that keep other sites' code away."""
 
 from __future__ import annotations
 
@@ -42,8 +40,7 @@ HEADERS: Final = {
 
 
 def policy(nonce: str = "") -> str:
-    """Return the Content-Security-Policy: only this server's files, and of inline scripts only the
-    page's own.
+    """Return the Content-Security-Policy: this server's files, and the page's own scripts.
 
     ``unsafe-eval`` is for Vue's templates and NiceGUI's messages, both ours; markup from a run
     cannot reach it, as inline handlers and scripts without the nonce do not run.

@@ -1,6 +1,4 @@
-"""What the broker says about a run now: its processes, queues, desired state; read only while a
-page shows it.
-"""
+"""What the broker says about a run: processes, queues, desired state; read for open pages."""
 
 from __future__ import annotations
 

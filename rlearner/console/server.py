@@ -212,9 +212,7 @@ def open_port(bind: str, port: int) -> socket.socket:
 
 @contextmanager
 def _login_links(address: str, target: str, port: int) -> Iterator[Any]:
-    """Yield what tells the operator each new link: on the terminal, else in a private file, never
-    in a log.
-    """
+    """Yield what passes a new link to the operator: terminal or private file, never a log."""
     if sys.stdout.isatty():
 
         def say(token: str) -> None:
@@ -244,9 +242,7 @@ async def _serve_console(
     from starlette.middleware.gzip import GZipMiddleware
 
     class Server(uvicorn.Server):
-        """Server whose signals are handled by the process, not by uvicorn, and which does not poll
-        for them.
-        """
+        """Server without uvicorn's own handling of signals and its polling for them."""
 
         @contextmanager
         def capture_signals(self) -> Iterator[None]:

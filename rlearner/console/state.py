@@ -1,6 +1,4 @@
-"""The runs that the console shows, each with its index and its broker, opened while a page needs
-them.
-"""
+"""The runs that the console shows, each with its index and broker while a page is open."""
 
 from __future__ import annotations
 

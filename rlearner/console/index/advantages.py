@@ -1,6 +1,4 @@
-"""Computes the advantages of a group again, where they follow from its records and the run's
-settings alone.
-"""
+"""Computes advantages again, where they follow from the group's records and settings."""
 
 from __future__ import annotations
 
@@ -71,9 +69,7 @@ def group_advantages(
 def _groups_of_step(
     connection: sqlite3.Connection, folder: Path, group: wire.Group, way: Provenance
 ) -> tuple[list[wire.Group], str]:
-    """Return the groups that a group's step was trained on, in that order, or why they are not
-    there.
-    """
+    """Return the groups that a group's step was trained on, in order, or why they are missing."""
     if not way.step:
         return [], "they depend on the whole step, and no step has trained the group"
     rows = connection.execute(

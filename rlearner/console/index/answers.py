@@ -45,8 +45,7 @@ class IndexStatus:
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over the steps that have it; with fewer points than steps, each bucket's lowest
-    and highest.
+    """One metric by step; with fewer points than steps, each bucket's lowest and highest.
 
     Attributes:
         steps: ascending.
@@ -247,9 +246,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive tokens: what the policy sampled in one turn with one version, or read (turn 0;
-    only as text).
-    """
+    """Consecutive tokens: sampled in one turn with one version, or read (turn 0, only text)."""
 
     turn: int
     start: int

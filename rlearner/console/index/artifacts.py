@@ -1,6 +1,4 @@
-"""Indexes evaluations, checkpoints and the events of ``rlearner up``: files that are read whole
-when they change.
-"""
+"""Indexes evaluations, checkpoints and events of ``rlearner up``: files that are read whole."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Opens the database of an index: private, in the run's folder or a cache; a damaged one is moved
-aside.
-"""
+"""Opens an index's database, private; a damaged one is moved aside."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ class DatabaseUnavailableError(Exception):
 
 
 def place(folder: Path) -> Path:
-    """Return where the index of a run's folder is: in it, or in the user's cache if it cannot be
-    written.
-    """
+    """Return the path of a run's index: in its folder, or in the user's cache if read-only."""
     own = folder / NAME
     if os.access(own, os.W_OK) if own.exists() else os.access(folder, os.W_OK):
         return own

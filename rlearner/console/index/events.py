@@ -1,6 +1,4 @@
-"""Queries of events: those that were noted, and the starts of the learner, which follow from the
-ledger.
-"""
+"""Queries of events: noted ones, and the learner's starts, which follow from the ledger."""
 
 from __future__ import annotations
 
@@ -79,9 +77,7 @@ def _first_rules(connection: sqlite3.Connection) -> dict[str, Any] | None:
 
 
 def _epoch_place(connection: sqlite3.Connection, seq: int) -> tuple[int, float]:
-    """Return how many steps were completed at a record, and about when it was consumed: as the next
-    step began.
-    """
+    """Return the steps completed at a record, and about when it was consumed."""
     row = connection.execute(
         "SELECT max(step) FROM ledger_lines WHERE ticket = 0 AND state IN ('boundary', "
         "'summary') AND seq < ?",

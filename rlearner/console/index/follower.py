@@ -1,6 +1,4 @@
-"""Keeps the index of a run up to date in a thread, rebuilds a damaged one, and waits while the disk
-is full.
-"""
+"""Keeps a run's index up to date in a thread, rebuilds a damaged one, waits on a full disk."""
 
 from __future__ import annotations
 

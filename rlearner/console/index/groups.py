@@ -1,6 +1,4 @@
-"""Reads one group from the archive, token by token as ``rlearner show --tokens``, and its way as
-``rlearner trace``.
-"""
+"""Reads one group from the archive token by token, and its provenance."""
 
 from __future__ import annotations
 
@@ -117,9 +115,7 @@ def provenance(
 
 
 def _run_tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer | None, str]:
-    """Return the run's tokenizer and its path, or None and the reason; the last few runs' stay
-    loaded.
-    """
+    """Return the run's tokenizer and its path, or None and the reason; keeps a few loaded."""
     try:
         key = str(folder), (folder / "config.yaml").stat().st_mtime_ns
     except OSError:

@@ -1,5 +1,4 @@
-"""Records the spans that processes report: single spans for a while, and sums in buckets for the
-whole run.
+"""Records reported spans: single ones for a while, sums in buckets for the whole run.
 
 Kept are the newest single spans and the newest buckets of each width, a bounded number of rows
 however long the run.
@@ -209,9 +208,7 @@ class _Lanes:
         self._changed: set[str] = set()
 
     def accepting(self, report: _Report) -> int | None:
-        """Return the lane of a report; None if it was recorded already, or there are too many
-        lanes.
-        """
+        """Return the lane of a report; None if it is recorded already, or lanes are used up."""
         if report.lane not in self._ids:
             if len(self._ids) >= MAX_LANES:
                 return None
@@ -270,9 +267,7 @@ def _is_solid(seconds: float, length: float) -> bool:
 
 
 def _add_up(sums: dict[tuple[int, int, int, str], list[float]], lane: int, span: wire.Span) -> None:
-    """Spread a span's busy time evenly over the buckets that it touches; its pieces count where it
-    ends.
-    """
+    """Spread a span's busy time over its buckets; its pieces count where it ends."""
     length = span.end - span.start
     for width in WIDTHS:
         first = int(span.start // width)

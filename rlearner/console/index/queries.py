@@ -33,8 +33,7 @@ from rlearner.console.index.answers import (
 
 
 class RunQueries:
-    """Reader of one run's index; every method may be called from any thread, and blocks for
-    milliseconds.
+    """Reader of one run's index; methods may run in any thread, and block for milliseconds.
 
     While the index is built the answers are those of the part that was read so far.
 
@@ -96,9 +95,7 @@ class RunQueries:
         kinds: Sequence[str] = (),
         newest: int = 1000,
     ) -> list[Event]:
-        """Return the ``newest`` events of a range of time in its order, those of unknown time
-        first.
-        """
+        """Return the ``newest`` events of a range of time, those of unknown time first."""
         with self._asking():
             return events.events(self._connection(), start, end, kinds, newest)
 
@@ -117,8 +114,7 @@ class RunQueries:
     def spans(
         self, start: float, end: float, resolution_s: float = 0.0, max_spans: int = 2000
     ) -> Timeline:
-        """Return what processes did in a range of time, added up so that there are at most
-        ``max_spans``.
+        """Return what processes did in a range of time, in at most ``max_spans`` spans.
 
         Args:
             resolution_s: length below which spans need not be told apart.
@@ -155,8 +151,7 @@ class RunQueries:
             return search.search(self._connection(), criteria, order, limit, after, count=count)
 
     def group(self, ticket: int) -> GroupView:
-        """Return one group with all its episodes, token by token; takes longer the first time, for
-        the tokenizer.
+        """Return one group with all its episodes, token by token; slower the first time.
 
         Raises:
             UserError: if there is no such ticket, or its record is not in the archive.

@@ -115,9 +115,7 @@ class RunIndex:
         return self.connection.total_changes, int(data_version)
 
     def counts(self) -> tuple[float, int, int]:
-        """Return the share of the files' bytes that was read, the newest step, and the number of
-        trajectories.
-        """
+        """Return the share of bytes that was read, the newest step, the number of trajectories."""
         with database.explained():
             read, size = self.connection.execute(
                 "SELECT total(offset), total(size) FROM sources WHERE kind IN ('steps', "

@@ -152,9 +152,7 @@ def _section_of(config: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def setting_differences(folders: Sequence[Path]) -> list[SettingDifference]:
-    """Return the settings that are not the same in all of these runs, by dotted key, except name
-    and folder.
-    """
+    """Return the settings in which runs differ, by dotted key, except name and folder."""
     flat = {folder.name: flatten_settings(settings(folder)) for folder in folders}
     keys = dict.fromkeys(key for settings in flat.values() for key in settings)
     differences = []

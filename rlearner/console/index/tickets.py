@@ -20,9 +20,7 @@ MALFORMED: Final = "malformed"
 
 
 def update(connection: sqlite3.Connection, folder: Path) -> tuple[bool, set[int]]:
-    """Read what is new, at most a few MB; return whether there may be more, and the tickets whose
-    lines changed.
-    """
+    """Read a few MB at most; return whether there may be more, and the tickets that changed."""
     sources = followed.sources_of(connection, "ledger")
     changed = set[int]()
     more = False

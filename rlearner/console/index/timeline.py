@@ -1,5 +1,4 @@
-"""Queries of spans: those that processes reported, and the learner's phases, which follow from
-metrics.jsonl.
+"""Queries of spans: reported ones, and the learner's phases, from metrics.jsonl.
 
 Where the learner's own reports were recorded they are shown; elsewhere each step's waiting,
 training and offering of weights, one after the other at the end of the step, because the file has
@@ -69,9 +68,7 @@ def spans(
 
 
 def _live_since(connection: sqlite3.Connection) -> float | None:
-    """Return since when there are reports, to the second unless the first ones were deleted; None:
-    there are none.
-    """
+    """Return since when there are reports, in seconds; None without reports."""
     row = connection.execute("SELECT min(start) FROM spans").fetchone()
     if not kept_since(connection, 0):
         return None if row[0] is None else float(row[0])
@@ -161,9 +158,7 @@ def _phase_spans(
 
 
 def _phase_edges(time: Any, wall: Any, train: Any, offer: Any) -> list[Any]:
-    """Return begin of waiting, of training, of offering, and the end of a step; of numbers or
-    arrays.
-    """
+    """Return begin of waiting, training and offering, and the end of a step (or arrays)."""
     offer = np.minimum(offer, wall)
     train = np.minimum(train, wall - offer)
     return [time - wall, time - offer - train, time - offer, time]

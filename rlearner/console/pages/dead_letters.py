@@ -1,6 +1,4 @@
-"""Messages that no process could use: why, by whom, what they hold; run again or deleted with
-``--actions``.
-"""
+"""Messages that no process could use: why, by whom, their content; retry or delete."""
 
 from __future__ import annotations
 

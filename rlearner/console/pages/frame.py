@@ -1,6 +1,4 @@
-"""What all pages have in common: header, tabs, banners, shortcuts, and the end of their
-subscriptions.
-"""
+"""What all pages share: header, tabs, banners, shortcuts, end of subscriptions."""
 
 from __future__ import annotations
 
@@ -117,9 +115,7 @@ def link(*parts: object) -> str:
 def frame(
     state: ConsoleState, title: str, run: str = "", tab: str | None = None
 ) -> Iterator[Element]:
-    """Build the header, and the element in which the page's content goes; yields that of its
-    banners.
-    """
+    """Build the header and the element of the content; yield the element of the banners."""
     name = f"{title} · {run}" if run else title
     ui.page_title(f"{name} · rlearner")
     tag("a", "Skip to the content", "skip", href="#main")
@@ -225,9 +221,7 @@ def index_lines(run: ConsoleRun) -> list[tuple[str, str]]:
 
 
 async def ask(question: Callable[[], T]) -> T | None:
-    """Return the index's answer, asked in a thread; None if there is still no index after a short
-    wait.
-    """
+    """Return the index's answer; None if there is no index after a short wait."""
     deadline = asyncio.get_running_loop().time() + WAIT_FOR_INDEX_S
     while True:
         try:

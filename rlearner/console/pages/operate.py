@@ -1,6 +1,4 @@
-"""Operator's actions: pause, resume, drain, stop, checkpoint now, evaluate now. Only with
-``--actions``.
-"""
+"""Operator's actions: pause, resume, drain, stop, checkpoint, evaluate (``--actions``)."""
 
 from __future__ import annotations
 

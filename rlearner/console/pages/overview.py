@@ -1,6 +1,4 @@
-"""One run: its newest figures, curves with events on the axis, evaluations with intervals, any
-metric by search.
-"""
+"""One run: newest figures, curves with events, evaluations with intervals, any metric."""
 
 from __future__ import annotations
 

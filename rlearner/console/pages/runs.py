@@ -1,6 +1,4 @@
-"""All runs: their state and newest figures, curves of several on one chart, and where their
-settings differ.
-"""
+"""All runs: state and newest figures, curves on one chart, differing settings."""
 
 from __future__ import annotations
 
