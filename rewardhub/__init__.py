@@ -1,3 +1,1 @@
-"""The reward hub, which scores episodes. May import ``broker``, ``text`` and ``sandbox``, no other
-role.
-"""
+"""The reward hub. May import ``broker``, ``rlearner_text`` and ``rlearner_sandbox`` only."""

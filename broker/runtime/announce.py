@@ -31,9 +31,7 @@ def member_key(run: str, role: str, process_id: str) -> str:
 
 
 def decides(presence: wire.Presence) -> tuple[object, ...]:
-    """Return what others base decisions on for longer than a second; a change of it updates the
-    entry at once.
-    """
+    """Return what others decide on for longer than a second; a change updates the entry."""
     is_measured = presence.base_s + presence.each_s > 0
     return (
         presence.state,
@@ -47,8 +45,7 @@ def decides(presence: wire.Presence) -> tuple[object, ...]:
 
 
 class Announcer:
-    """Publishes ``describe()`` every second, at once after ``poke``, and keeps the process's entry
-    among the members.
+    """Publishes ``describe()`` every second and after ``poke``; keeps the members entry.
 
     Every other beat is omitted while nothing changes. A beat costs the broker one message. The
     entry is put when a value that others decide on changes, and about every 20 seconds; ``close``
@@ -120,9 +117,7 @@ class Announcer:
         return self._signer.signed(self._plain())
 
     def _describe_beat(self) -> wire.Presence:
-        """Return the presence without its tickets, which may be thousands and are of use to the
-        learner only.
-        """
+        """Return the presence without its tickets: thousands, and for the learner only."""
         return msgspec.structs.replace(self._describe(), tickets=None)
 
     async def _keep_beating(self) -> None:

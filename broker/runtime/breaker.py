@@ -1,6 +1,4 @@
-"""A circuit breaker: decides when a hub stops taking a kind of work that fails here, and when it
-tries again. Pure.
-"""
+"""A circuit breaker: when a hub stops taking a kind of work, and tries again. Pure."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ State = Literal["closed", "open", "probing"]
 
 
 class CircuitBreaker:
-    """Breaker of one kind of work in one hub: a domain of an environment hub, a pool of a reward
-    hub.
+    """Breaker of one kind of work in a hub: a domain, or a pool.
 
     While it is closed, work is taken. It opens when ``threshold`` deliveries in a row have failed.
     After a pause the hub makes a trial, which costs no ticket a delivery; a good one closes the
@@ -187,9 +184,7 @@ class CircuitBreakers:
         return [key for key in keys if self[key].closed]
 
     def problem(self, keys: Iterable[str]) -> str:
-        """Return why work of some keys is not taken, one line for ``Presence.problem``; empty if
-        all is taken.
-        """
+        """Return in one line why work of some keys is not taken; empty if all is taken."""
         return "; ".join(
             f"{self._noun} {key}: {self[key].problem}" for key in keys if not self[key].closed
         )[:MAX_CHARS]

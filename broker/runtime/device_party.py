@@ -1,5 +1,4 @@
-"""Decides when one process has a shared device: a pure state machine around the lease in the bucket
-``devices``.
+"""Decides when a process has a shared device: a pure state machine around its lease.
 
 A learner claims a device for itself, servers share it with each other. Everyone reads the lease,
 changes it by compare-and-swap, and renews its own claim. Processes compare no clocks:
@@ -157,9 +156,7 @@ class DeviceParty:
     def _is_free(
         self, earlier_claims: list[wire.DeviceClaim], other_claims: list[wire.DeviceClaim]
     ) -> bool:
-        """Return whether the device can be taken: a learner waits for all that have it, and for
-        learners before it.
-        """
+        """Return whether the device can be taken: a learner waits for all that have it."""
         if self._exclusive:
             return not any(claim.granted for claim in other_claims) and not any(
                 claim.exclusive for claim in earlier_claims

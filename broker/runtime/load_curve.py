@@ -1,5 +1,4 @@
-"""Measures how pieces of work that run at once slow each other down, from when each began and
-ended. Pure.
+"""Measures how concurrent pieces of work slow each other down. Pure.
 
 A piece advances by 1 / (base_s + each_s * running) units of work a second. How many pieces ran
 changes while a piece runs, so the time of each piece is divided by that number, and one linear
@@ -26,9 +25,7 @@ CAUTION: Final = 1e-3
 
 
 class Piece:
-    """A piece of work; ``times`` are those of each load when it got a slot, None while it waits for
-    one.
-    """
+    """A piece of work; ``times``: at each load when it got a slot, None while it waits."""
 
     __slots__ = ("times",)
 
@@ -68,9 +65,7 @@ class LoadCurve:
         return piece
 
     def leave(self, piece: Piece, now: float, units: float) -> None:
-        """End a piece that did ``units`` of work; 0: it tells nothing, for example because it
-        failed.
-        """
+        """End a piece that did ``units`` of work; 0: it says nothing, for example as it failed."""
         self._advance(now)
         if piece.times is None:
             self._waiting.remove(piece)

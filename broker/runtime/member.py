@@ -30,8 +30,7 @@ REPORT_EVERY_S: Final = 1.0
 
 
 class Stop:
-    """A request to end, made by SIGTERM or SIGINT, by the operator's desired state, or by the
-    process itself.
+    """A request to end, by a signal, the operator's desired state, or the process itself.
 
     The first one asks for a drain; a second signal exits at once with 130.
 
@@ -103,9 +102,7 @@ class Member:
         return not self.running.is_set()
 
     def announce(self, describe: Callable[[], wire.Presence]) -> None:
-        """Start announcing this process and its newest warning; called again, replace the
-        description.
-        """
+        """Announce this process and its newest warning; a second call replaces the description."""
         self._describe = describe
         if self._announcer is None:
             logging.getLogger().addHandler(self._warning)

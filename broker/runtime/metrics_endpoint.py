@@ -1,6 +1,4 @@
-"""Serves ``/metrics``, ``/healthz`` and ``/readyz`` over HTTP, from a thread that a busy event loop
-does not stop.
-"""
+"""Serves ``/metrics``, ``/healthz`` and ``/readyz`` from a thread of its own."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Keeps track of other processes: servers by their beats, hubs by their entries in the members
-bucket.
-"""
+"""Keeps track of other processes: servers by beats, hubs by entries in the members bucket."""
 
 from __future__ import annotations
 
@@ -103,9 +101,7 @@ class Roster:
         self._followed.clear()
 
     async def follow(self, role: str, ids: Collection[str]) -> None:
-        """Follow the beats of exactly these processes of a role; forget those that are no longer
-        followed.
-        """
+        """Follow the beats of exactly these processes of a role, and forget others."""
         wanted_keys = {f"{role}.{process_id}" for process_id in ids}
         for key in [
             key for key in self._followed if key.startswith(f"{role}.") and key not in wanted_keys
@@ -211,8 +207,7 @@ async def listen(
     *,
     read: bool,
 ) -> LinkSubscription:
-    """Call back with (role.id, presence or None if it left) for each new entry of a role among the
-    members.
+    """Call back with (role.id, presence, None if it left) for each new members entry of a role.
 
     Args:
         read: also call back with the existing entries; each is at most 60 s old.
@@ -244,9 +239,7 @@ def beat_of(subject: str) -> str:
 
 
 async def census(bus: Bus, run: str, within_s: float = CENSUS_S) -> list[wire.Presence]:
-    """Return all processes of a run that are heard within a time, ordered by role and id; stop once
-    all members are.
-    """
+    """Return a run's processes heard within a time, by role and id; stop early if complete."""
     presences: dict[str, wire.Presence] = {}
     news = asyncio.Event()
     verifier = PresenceVerifier(bus, run)

@@ -63,9 +63,7 @@ GARBAGE_AFTER: Final = 50_000
 
 
 class Stopped(RlearnerError):
-    """A stop was requested before there was anything to undo; ``main`` returns its exit code
-    ``stopped_code``.
-    """
+    """A stop was requested with nothing to undo; ``main`` returns ``stopped_code``."""
 
 
 # -------------------------------------------------------------------------------------------------
@@ -75,8 +73,7 @@ class Stopped(RlearnerError):
 def main(
     role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, stopped_code: int = 0
 ) -> int:
-    """Run a process's coroutine on uvloop and return the exit code; call it inside
-    ``broker.system.entry.enter``.
+    """Run a process's coroutine on uvloop and return the exit code; call it inside ``enter``.
 
     The code is what ``body`` returns, None for 0; 2 for a UserError, printed as one line ``error:
     …``; 1 for any other error, with a traceback; 130 for a second signal. docs/operations.md has
@@ -140,9 +137,7 @@ def _collect_rarely() -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files to the hard limit; each connection takes one, and 1,024 is a
-    usual soft limit.
-    """
+    """Raise the limit of open files to the hard one; each connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -244,9 +239,7 @@ def serve_metrics(options: argparse.Namespace, stop: Stop, *collectors: Collecto
 
 
 def add_join_options(parser: argparse.ArgumentParser) -> None:
-    """Add --broker (RL_BROKER), --run (RL_RUN), --id, --connect-deadline, and the options of
-    metrics and logging.
-    """
+    """Add the options of broker, run, id, deadline, metrics and logging."""
     add = parser.add_argument
     run = os.environ.get("RL_RUN") or None
     add_broker(parser)
@@ -389,8 +382,7 @@ def _read_token(options: argparse.Namespace, role: str) -> tuple[str, str | None
 
 
 def _check_consent(bus: Bus, spec: wire.RunSpec, rules: HostRules) -> None:
-    """Check that this host accepts a run of another owner, and limit the secrets of this process to
-    its rules.
+    """Check that this host accepts another owner's run; limit this process's secrets.
 
     Raises:
         UserError: if it does not; names the settings.
@@ -413,9 +405,7 @@ async def _discover_run(
 
 
 async def _wait_until_running(role: str, bus: Bus) -> wire.RunSpec:
-    """Return the RunSpec of a run that is not stopped, nor draining if that would end a process of
-    this role.
-    """
+    """Return the RunSpec of a run that does not stop processes of this role."""
     end_states = ("stopped", "draining") if role == "envhub" else ("stopped",)
     control = bus.key_value(CONTROL)
     reminders = Reminders()
@@ -443,9 +433,7 @@ async def _follow_control(member: Member) -> None:
 
 
 async def _end_when_refused(bus: Bus) -> None:
-    """Raise the error of a key that the broker refuses; the work in progress is lost to other
-    processes.
-    """
+    """Raise the error of a refused key; other processes get the work in progress."""
     refusal = await asyncio.shield(bus.link.refused)
     await bus.link.close()
     raise refusal

@@ -26,8 +26,7 @@ STATUS_CHARS: Final = 500
 
 
 class ServiceManager:
-    """One listener of ``Health``. It reports while the event loop turns, so a blocked process
-    counts as hung.
+    """One listener of ``Health``. It reports while the event loop turns; a blocked one hangs.
 
     Starting and draining extend the manager's timeouts: loading a model or writing a checkpoint
     takes any time.
@@ -48,9 +47,7 @@ class ServiceManager:
 
     @classmethod
     def take(cls, environ: MutableMapping[str, str]) -> ServiceManager | None:
-        """Return the manager named by the environment, and remove it there: no child may speak for
-        this process.
-        """
+        """Return the manager in the environment, and remove it there: no child may speak for us."""
         address, interval, pid = (environ.pop(name, "") for name in VARIABLES)
         if not address:
             return None

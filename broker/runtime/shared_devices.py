@@ -1,6 +1,4 @@
-"""This process's turns on devices that it shares with other processes of the run; see
-``device_party``.
-"""
+"""This process's turns on shared devices; see ``device_party``."""
 
 from __future__ import annotations
 
@@ -124,9 +122,7 @@ class SharedDevices:
             await self._news(lambda: self.asked)
 
     async def close(self) -> None:
-        """Stop following, and withdraw the claims if the broker is available; else they end by
-        themselves.
-        """
+        """Stop following, and withdraw the claims if possible; else they lapse."""
         with suppress(TimeoutError, Disconnected):
             async with asyncio.timeout(FAREWELL_WITHIN_S):
                 if self._tasks and self.failed is None:
@@ -149,9 +145,7 @@ class SharedDevices:
             failed.result()
 
     def _put(self, key: str, lease: wire.Message | None) -> None:
-        """Read a lease at once if someone came, left or took the device; renewals are read in time
-        anyway.
-        """
+        """Read a lease at once if someone came, left or took the device; renewals can wait."""
         name = key.rpartition(".")[2]
         if name in self._pokes and _parties_of(lease) != self._read.get(name):
             self._pokes[name].set()

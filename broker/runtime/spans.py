@@ -1,5 +1,4 @@
-"""Adds up what a process does, for the timeline: one row per kind of work and second, however many
-at once.
+"""Adds up what a process does, for the timeline: a row per kind of work and second.
 
 Beginning and ending a piece of work costs about a microsecond. What lasts longer than a report is
 reported in parts; pieces with short gaps between them become one span, whose ``seconds`` tell how

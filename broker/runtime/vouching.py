@@ -39,9 +39,7 @@ class PresenceSigner:
 
 
 class PresenceVerifier:
-    """Tells which presences were written by the processes that they name; a statement is verified
-    once.
-    """
+    """Verifies that presences were written by the processes that they name, each once."""
 
     def __init__(self, bus: Bus, run: str = "") -> None:
         self._bus = bus
@@ -50,9 +48,7 @@ class PresenceVerifier:
         self._warned: set[str] = set()
 
     def accepts(self, message: wire.Message | None, name: str) -> TypeGuard[wire.Presence]:
-        """Return whether a message is the presence of the process ``role.id`` whose subject or key
-        it has.
-        """
+        """Return whether a message is the presence of ``role.id``, whose subject or key it has."""
         if not isinstance(message, wire.Presence):
             return False
         if f"{message.role}.{message.id}" != name:

@@ -1,6 +1,4 @@
-"""Watches which kinds of work succeed in this hub: opens and closes breakers, runs trials and
-reports problems.
-"""
+"""Watches which work succeeds in this hub: breakers, trials, reported problems."""
 
 from __future__ import annotations
 
@@ -89,9 +87,7 @@ class WorkHealth:
         self._breakers.forget(key)
 
     def delay_s(self, key: str) -> float:
-        """Return how many seconds to keep a ticket that is handed back from other hubs, which may
-        be broken too.
-        """
+        """Return how many seconds to keep a returned ticket from other hubs, perhaps broken too."""
         return min(max(self._breakers[key].until - time.monotonic(), 0.0), LONGEST_DELAY_S)
 
     # -- trials

@@ -216,7 +216,5 @@ def add_broker(
 
 
 def broker_words(url: str) -> list[str]:
-    """Return the words that name a broker to another command; none for one with a login, which
-    RL_BROKER holds.
-    """
+    """Return the words that name a broker to another command; none if RL_BROKER has a login."""
     return [] if "@" in url else ["--broker", url]

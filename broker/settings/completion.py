@@ -38,9 +38,7 @@ def offer(parser: argparse.ArgumentParser, commands: Iterator[argparse.ArgumentP
 
 
 def settings(prefix: str, **_: object) -> list[str]:
-    """Return the settings that begin with the prefix, for example ``train.lr=``; names in
-    ``domains`` are free.
-    """
+    """Return the settings with a prefix, such as ``train.lr=``; names in ``domains`` are free."""
     head = prefix.partition(".")[0]
     keys: list[str] = []
     for name, target in SECTIONS.items():
@@ -69,9 +67,7 @@ def _is_section(annotation: Any) -> bool:
 
 
 def configs(prefix: str, **_: object) -> list[str]:
-    """Return the configurations of the package, and YAML files and folders of this one, that begin
-    with the prefix.
-    """
+    """Return the package's configurations and local YAML files and folders with a prefix."""
     from argcomplete.completers import FilesCompleter
 
     shipped = sorted(name for name in shipped_names() if name.startswith(prefix))

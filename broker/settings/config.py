@@ -244,9 +244,7 @@ class DomainSection(Section):
 
 
 def takes_steps(context: str, adv_estimator: str) -> bool:
-    """Return whether each turn of a domain is a separate sample, as ``auto`` is for gigpo, which
-    compares steps.
-    """
+    """Return whether each turn of a domain is a sample, as ``auto`` is for gigpo."""
     return context == "steps" or (context == "auto" and adv_estimator == "gigpo")
 
 

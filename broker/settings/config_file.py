@@ -84,9 +84,7 @@ def _harmless_environment() -> Iterator[None]:
 
 
 def _rename_run(config: DictConfig, folder: Path) -> Config:
-    """Return a run's settings with its folder's name and parent, relative to the working folder if
-    below it.
-    """
+    """Return a run's settings with its folder's name and parent."""
     # A configuration is a mapping at the top, so its container is a dict.
     settings: Config = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]
     parent = folder.parent
@@ -104,8 +102,7 @@ def _rename_run(config: DictConfig, folder: Path) -> Config:
 
 
 def locate(path: str) -> Path:
-    """Return the file, the one in a run's folder, or the one of that name that comes with the
-    package.
+    """Return a configuration's file: itself, in a run's folder, or from the package.
 
     Raises:
         UserError: if there is none.
@@ -132,9 +129,7 @@ def locate(path: str) -> Path:
 
 
 def shipped_names() -> list[str]:
-    """Return the names of the configurations that come with the package, by which commands find
-    them.
-    """
+    """Return the names of the packaged configurations, by which commands find them."""
     return sorted(file.stem for file in _shipped_folder().glob("*.yaml"))
 
 
@@ -189,8 +184,7 @@ def _read_config(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
 
 
 def _check_keys(path: Path, node: yaml.Node | None, prefix: str) -> None:
-    """Check that no key is given twice or without a value, which would silently replace a section
-    or a default.
+    """Check that no key occurs twice or without a value, which would replace a default.
 
     Args:
         prefix: the key of ``node``, empty at the top.

@@ -222,9 +222,7 @@ def _secret_source(value: Any) -> str:
 
 
 def _plugin_arguments(mark: PluginMark, name: Any) -> type[Section] | None:
-    """Return the arguments of a registered plug-in; None if it has no such declaration, so that it
-    needs trust.
-    """
+    """Return a registered plug-in's arguments; None: not declared, so it needs trust."""
     if not isinstance(name, str) or ":" in name:
         return None
     try:
@@ -255,9 +253,7 @@ def _is_isolated(environment: Any, isolation: Any) -> bool:
 
 
 def _default_of(field: FieldInfo) -> Any:
-    """Return the default as it stands in a resolved configuration; an object equal to nothing if
-    there is none.
-    """
+    """Return the default as a resolved configuration has it; without one, equal to nothing."""
     if field.is_required():
         return object()
     try:

@@ -1,5 +1,4 @@
-"""What this host allows runs of other owners: which secrets go where, and which folders their data
-is read from.
+"""What this host allows runs of other owners: secrets by destination, folders of data.
 
 Options, and the file ``~/.config/rlearner/host.toml`` with the same names:
 
@@ -86,9 +85,7 @@ class HostRules:
 
 
 def enforced_rules() -> HostRules | None:
-    """Return the rules of this process; None if it did not join with a token, so that nothing is
-    restricted.
-    """
+    """Return the rules of this process; None without a join token: nothing is restricted."""
     text = os.environ.get(VARIABLE)
     if text is None:
         return None

@@ -118,8 +118,7 @@ def validate(
     sections: Mapping[str, str] | None = None,
     checks: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Check all sections and their combinations; return the config with defaults and timeouts,
-    ready for JSON.
+    """Check all sections together; return the config with defaults and timeouts, for JSON.
 
     Args:
         config: as returned by ``load``.
@@ -200,8 +199,7 @@ async def newest_epoch(bus: Bus, run: str) -> int:
 async def publish_runspec(
     bus: Bus, spec: wire.RunSpec, *, above: int = 0, known_epoch: int | None = None
 ) -> int:
-    """Write the RunSpec with the next epoch above ``above``, by compare-and-swap; return that
-    epoch.
+    """Write the RunSpec with the next epoch above ``above``, compare-and-swap; return it.
 
     This fences the previous owner of the run. Replaces the ``epoch`` in ``spec``.
 
@@ -267,9 +265,7 @@ async def wait_for_runspec(bus: Bus, run: str) -> wire.RunSpec:
 
 
 async def find_runs(bus: Bus) -> dict[str, str]:
-    """Return every run on the broker with its desired state, ``running`` if the operator never set
-    one.
-    """
+    """Return every run on the broker with its desired state, by default ``running``."""
     states: dict[str, str] = {}
     for run in await bus.runs():
         if await bus.key_value(RUNS, run).get_bytes(run) is None:
@@ -307,9 +303,7 @@ class _Versioned(msgspec.Struct):
 
 
 def _decode_runspec(run: str, data: bytes) -> wire.RunSpec:
-    """Decode a RunSpec; one of another wire version may have fields that this program does not
-    know.
-    """
+    """Decode a RunSpec; another wire version may have fields unknown here."""
     try:
         spec = codec.decode(data, wire.RunSpec)
         problem = ""
@@ -328,9 +322,7 @@ def _decode_runspec(run: str, data: bytes) -> wire.RunSpec:
 
 
 def _wire_version(data: bytes) -> int:
-    """Return the wire version in the encoding of a RunSpec, ours if it has none; nothing else is
-    decoded.
-    """
+    """Return the wire version in an encoded RunSpec, ours without one; decodes nothing else."""
     try:
         return msgspec.msgpack.decode(data, type=_Versioned).wire_version
     except (msgspec.MsgspecError, RecursionError):

@@ -55,8 +55,7 @@ class SecretRef(Section):
         return self.env or os.path.abspath(os.path.expanduser(self.file or ""))
 
     def find(self, url: str = "") -> str:
-        """Return the secret, without white space around it; empty if there is none, or none for
-        this destination.
+        """Return the stripped secret; empty without one, or for this destination.
 
         Args:
             url: where it is sent; empty: it is used by code of the run. In a process that joined
@@ -127,8 +126,7 @@ def refuse_copied(key: str, variable: str) -> None:
 
 
 def refuse_literal(config: Mapping[str, Any]) -> None:
-    """Check that a configuration holds no secret, because the run's folder, the broker and trackers
-    store it.
+    """Check that a configuration holds no secret: folder, broker and trackers store it.
 
     Raises:
         ConfigError: if it seems to hold one; names the key, never the value.
@@ -141,8 +139,7 @@ def refuse_literal(config: Mapping[str, Any]) -> None:
 
 
 def resolved(value: Any, place: str) -> Any:
-    """Return the arguments of a plug-in with each reference at the key of a secret replaced by the
-    secret.
+    """Return a plug-in's arguments with each reference to a secret replaced by the secret.
 
     Args:
         place: the key of the arguments, for messages.

@@ -1,6 +1,4 @@
-"""Parses plain values into pydantic sections, strictly, with an error message for the first bad
-value.
-"""
+"""Parses plain values into pydantic sections, strictly; names the first bad value."""
 
 from __future__ import annotations
 
@@ -18,8 +16,7 @@ M = TypeVar("M", bound=pydantic.BaseModel)
 
 
 def parse(place: str, value: Any, model: type[M]) -> M:
-    """Parse one section as strictly as JSON: a quoted number is not a number, but a list may fill a
-    tuple.
+    """Parse one section as strictly as JSON: no quoted numbers, but lists for tuples.
 
     Args:
         place: its key, for example ``rollout.engine_args``.
@@ -44,9 +41,7 @@ def parse(place: str, value: Any, model: type[M]) -> M:
 def _config_error(
     place: str, model: type[pydantic.BaseModel], error: pydantic.ValidationError
 ) -> ConfigError:
-    """Return the first problem, but unknown keys first, because a misspelt key also leaves one
-    missing.
-    """
+    """Return the first problem; unknown keys first, as a misspelt key leaves one missing."""
     problem = min(error.errors(), key=lambda details: details["type"] != "extra_forbidden")
     location = [str(part) for part in problem["loc"]]
     key = ".".join((place, *location))
@@ -62,9 +57,7 @@ def _config_error(
 
 
 def sentence(message: str) -> str:
-    """Return a message of pydantic for use within a line, without its prefix for errors of
-    validators.
-    """
+    """Return a message of pydantic without its prefix, for use within a line."""
     message = message.removeprefix("Value error, ")
     return message[:1].lower() + message[1:]
 
@@ -79,9 +72,7 @@ def _keys_at(model: Any, location: Sequence[str]) -> Sequence[str]:
 
 
 def _inner_section(annotation: Any) -> Any:
-    """Return the section inside an annotation: ``Reward`` of ``list[Reward]`` or of ``Reward |
-    None``.
-    """
+    """Return the section in an annotation: ``Reward`` of ``list[Reward]`` or optional."""
     if hasattr(annotation, "model_fields"):
         return annotation
     for argument in getattr(annotation, "__args__", ()):

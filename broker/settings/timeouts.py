@@ -1,5 +1,4 @@
-"""The timeouts of a run; each that the configuration leaves null is derived from the next inner
-one.
+"""The timeouts of a run; each null is derived from the next inner one.
 
 A turn < an episode < a group < a ticket:
 
@@ -86,8 +85,7 @@ def derive(config: dict[str, Any], scoring_s: Mapping[str, float]) -> None:
 
 
 def release(config: dict[str, Any], scoring_s: Mapping[str, float]) -> dict[str, Any]:
-    """Return a resolved configuration in which timeouts that ``derive`` would fill in equally are
-    null again.
+    """Return a configuration in which timeouts that ``derive`` would fill in are null again.
 
     They then follow later changes, as they did when the run was first configured.
     """

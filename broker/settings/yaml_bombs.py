@@ -1,6 +1,4 @@
-"""Refuses YAML that is small as a text and huge as a value, or nested so deeply that reading it
-fails.
-"""
+"""Refuses YAML that is small as a text and huge as a value, or nested too deeply."""
 
 from __future__ import annotations
 

@@ -13,9 +13,7 @@ FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 
 
 def addresses() -> dict[str, list[str]]:
-    """Return the addresses of each interface, IPv4 before IPv6, without those of the link only
-    (fe80::).
-    """
+    """Return the addresses of each interface, IPv4 first, without link-local ones."""
     usable_addresses: dict[str, list[str]] = {}
     for name, entries in psutil.net_if_addrs().items():
         ordered = [

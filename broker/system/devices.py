@@ -1,6 +1,4 @@
-"""Names the devices that processes of this machine may share: its GPUs by their UUIDs, its memory
-by the host.
-"""
+"""Names the devices that processes share: GPUs by UUID, memory by host."""
 
 from __future__ import annotations
 
@@ -42,8 +40,7 @@ def device_names(
     environ: Mapping[str, str] = os.environ,
     find_gpus: Callable[[], dict[int, str]] = gpu_uuids,
 ) -> list[str]:
-    """Return the names of the devices that ``--gpus SPEC`` selects; the host's memory if there is
-    no GPU.
+    """Return the devices that ``--gpus SPEC`` selects; the host's memory without a GPU.
 
     ``auto`` are all GPUs that the environment allows, also those that the process will not use: a
     process then waits longer than it must.

@@ -1,6 +1,4 @@
-"""The outermost layer of every command: one line for bad input, no traceback for a closed pipe (``|
-head``).
-"""
+"""The outermost layer of every command: one line for bad input, quiet on a closed pipe."""
 
 from __future__ import annotations
 

@@ -44,9 +44,7 @@ def parse(spec: str) -> list[int]:
 
 
 def existing() -> list[int]:
-    """Return the numbers of this machine's NVIDIA GPUs in nvidia-smi's order, without importing
-    torch.
-    """
+    """Return the numbers of this machine's GPUs in nvidia-smi's order, without torch."""
     smi = shutil.which("nvidia-smi")
     if smi is not None:
         try:

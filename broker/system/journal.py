@@ -24,9 +24,7 @@ _PRIORITIES: Final = (
 
 
 def is_behind_stderr() -> bool:
-    """Return whether this process's stderr is the journal's stream, and the journal takes records
-    here.
-    """
+    """Return whether stderr is the journal's stream, and the journal takes records here."""
     device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
     try:
         status = os.fstat(2)

@@ -40,8 +40,7 @@ def rotate(path: str) -> None:
 
 
 def rotate_output() -> None:
-    """Rotate the file behind this process's stdout and stderr, if it is too large and ``rlearner
-    up`` opened it.
+    """Rotate the file behind stdout and stderr if it is too large and ``up`` opened it.
 
     Children that write to it directly keep the old file.
     """

@@ -27,8 +27,7 @@ _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 class LineFormatter(logging.Formatter):
-    """``2026-11-22 12:00:01.042 INFO run role id message key=value``, with a traceback on the lines
-    below.
+    """``2026-11-22 12:00:01.042 INFO run role id message key=value``, tracebacks below.
 
     Secrets appear as ``***``.
     """
@@ -98,9 +97,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def _plain_value(key: str, value: Any) -> Any:
-    """Return a value of ``extra`` as JSON has it; redacted before encoding, which would hide a
-    secret's quotes.
-    """
+    """Return a value of ``extra`` for JSON, redacted first: encoding hides a secret's quotes."""
     if is_secret_name(key):
         return HIDDEN
     if value is None or isinstance(value, bool | int | float):
@@ -128,9 +125,7 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def configure(level: str = "INFO") -> None:
-    """Send all logging of this process to stderr, in one format; or to the journal, if that is
-    behind stderr.
-    """
+    """Send this process's logging to stderr in one format, or to the journal behind it."""
     handler: logging.Handler = StderrHandler()
     if journal.is_behind_stderr():
         handler.setFormatter(LineFormatter())
@@ -205,9 +200,7 @@ def _error_record(message: str, text: str) -> logging.LogRecord:
 
 
 def error_of(line: str) -> str:
-    """Return the text behind ``error:`` in a line that ``say_error`` printed, empty if it is
-    another line.
-    """
+    """Return the text behind ``error:`` in a line of ``say_error``, else empty."""
     if line.startswith("{"):
         try:
             line = str(json.loads(line).get("message", ""))

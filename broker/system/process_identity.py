@@ -48,9 +48,7 @@ def identity_of(pid: int) -> str:
 
 
 def has_ended(identity: str) -> bool:
-    """Return whether a process is known to have ended; False for another machine, boot or
-    container.
-    """
+    """Return whether a process has ended; False if it ran elsewhere: unknown."""
     parts = identity.rsplit("/", 2)
     if len(parts) != 3 or not parts[1].isdecimal():
         return False

@@ -29,8 +29,7 @@ class RecentWarning(logging.Handler):
             self.handleError(record)
 
     def line(self, now: float) -> str:
-        """Return the newest with its time, at most 300 characters; empty without one of the last 10
-        minutes.
+        """Return the newest with its time, 300 characters; empty without one in 10 minutes.
 
         Args:
             now: unix seconds.

@@ -46,9 +46,7 @@ _ASSIGNMENTS: Final = re.compile(
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a setting or an environment variable of this name holds a secret: ``api_key``,
-    ``HF_TOKEN``.
-    """
+    """Return whether a name is that of a secret, such as ``api_key`` or ``HF_TOKEN``."""
     return _NAME.match(name) is not None
 
 

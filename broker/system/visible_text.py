@@ -23,9 +23,7 @@ def visible(text: str, *, newlines: bool = False) -> str:
 
 
 def visible_json(value: Any) -> str:
-    """Return a value as one line of JSON that has no control characters; other non-ASCII characters
-    stay.
-    """
+    """Return a value as one line of JSON without control characters; keeps non-ASCII ones."""
     return _HIDDEN.sub(
         lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False)
     )

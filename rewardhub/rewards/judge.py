@@ -148,7 +148,7 @@ class JudgeReward:
         self._model = args.model or ""
 
     async def start(self) -> None:
-        """Check the API key, choose the model, open the connections; all may be unreachable yet.
+        """Check the API key, choose the model, open connections; the endpoint may be down.
 
         Raises:
             UserError: if the key is missing or the endpoint rejects it, or serves several models

@@ -1,6 +1,4 @@
-"""Chooses the environment variables of processes that run users' code: none that may hold a secret
-unless named.
-"""
+"""Chooses the environment of processes that run users' code: no secret unless named."""
 
 from __future__ import annotations
 
@@ -31,8 +29,7 @@ _INHERITED: Final = re.compile(
 def worker_environment(
     names: Iterable[str] = (), environ: Mapping[str, str] = os.environ
 ) -> dict[str, str]:
-    """Return the variables of this process that a worker gets: those of a list that hold no secret,
-    and those named.
+    """Return the variables that a worker gets: listed ones without secrets, and ``names``.
 
     Args:
         named: variables that the user passes on, secret or not; those that do not exist are left

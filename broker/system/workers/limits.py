@@ -82,9 +82,7 @@ def tree(pid: int) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """Send SIGKILL to the process, to the session that it leads, and to its descendants in other
-    sessions.
-    """
+    """Send SIGKILL to a process, its session, and its descendants in other sessions."""
     doomed = tree(pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)

@@ -1,5 +1,4 @@
-"""Limits how long a process may take on its own clock, which stands still while the machine keeps
-it waiting.
+"""Limits a process's time on its own clock, which stops while the machine keeps it waiting.
 
 A process that is ready to run while others have the processors, or that waits for a disk, is not
 slow: its machine is. Limits on the wall clock end starts and scores on a loaded machine that would
