@@ -194,7 +194,7 @@ class RewardProcesses:
         self._passed = passed
         self._kinds: dict[str, _Kind] = {}
         self._output: WorkerOutput | None = None
-        self._buried_cpu_s = 0.0
+        self._reaped_cpu_s = 0.0
         self.num_killed = self.num_busy = 0
 
     async def start(self, rewards: Mapping[str, RewardConfig]) -> None:
@@ -261,7 +261,7 @@ class RewardProcesses:
             for process in kind.processes
             if process is not None
         ]
-        self._buried_cpu_s = self.cpu_s()
+        self._reaped_cpu_s = self.cpu_s()
         self._kinds.clear()
         await asyncio.gather(*(process.close() for process in living))
         if self._output is not None:
@@ -270,7 +270,7 @@ class RewardProcesses:
     def cpu_s(self) -> float:
         """Return the CPU seconds of all of them so far."""
         living = [process for kind in self._kinds.values() for process in kind.processes if process]
-        return self._buried_cpu_s + sum(cpu_s(process.child.pid) for process in living)
+        return self._reaped_cpu_s + sum(cpu_s(process.child.pid) for process in living)
 
     def _kind(self, reward: RewardConfig) -> _Kind:
         key = kind_key(reward)

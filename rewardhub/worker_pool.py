@@ -177,7 +177,7 @@ class RewardWorkerPool:
         for _ in range(num_workers):
             self._free.put_nowait(None)
         self._living: set[RewardWorkerProcess] = set()
-        self._buried_cpu_s = 0.0
+        self._reaped_cpu_s = 0.0
         self.num_killed = 0  # after a timeout or a crash
         self.num_busy = 0
 
@@ -238,7 +238,7 @@ class RewardWorkerPool:
         try:
             if worker is not None and worker.loaded is not self._rewards:
                 # Loading other rewards may take longer than a score.
-                await self._bury(worker)
+                await self._reap(worker)
                 worker = None
             worker = worker or await self._start_one()
             healthy = worker
@@ -249,19 +249,19 @@ class RewardWorkerPool:
                 )
             except OutOfTime:
                 self.num_killed += 1
-                await self._bury(healthy)
+                await self._reap(healthy)
                 raise ScoreError(
                     f"{reward.name}: no score within {self._timeout_s:g} s", retry=True
                 ) from None
             except _Died as error:
                 self.num_killed += 1
-                await self._bury(healthy)
+                await self._reap(healthy)
                 raise ScoreError(f"{reward.name}: {error}", retry=True) from None
             except asyncio.CancelledError:
-                await self._bury(healthy)  # it still computes
+                await self._reap(healthy)  # it still computes
                 raise
             if answer.is_spent:
-                await self._bury(healthy)
+                await self._reap(healthy)
             else:
                 worker = healthy
         finally:
@@ -272,13 +272,13 @@ class RewardWorkerPool:
     async def close(self) -> None:
         if self._watching is not None:
             self._watching.cancel()
-        await asyncio.gather(*(self._bury(worker) for worker in list(self._living)))
+        await asyncio.gather(*(self._reap(worker) for worker in list(self._living)))
         if self._output is not None:
             self._output.close()
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of all workers so far, including those that have exited."""
-        return self._buried_cpu_s + sum(cpu_s(worker.child.pid) for worker in self._living)
+        return self._reaped_cpu_s + sum(cpu_s(worker.child.pid) for worker in self._living)
 
     async def _watch(self, memory_mib: int) -> None:
         while True:
@@ -307,21 +307,21 @@ class RewardWorkerPool:
                 if isinstance(answer, protocol.ScoreFailureReply):
                     raise NoWorkerError(answer.detail)
         except OutOfTime as error:
-            await self._bury(worker)
+            await self._reap(worker)
             raise _SlowStartError(f"a worker process did not load its rewards: {error}") from None
         except _Died as error:
-            await self._bury(worker)
+            await self._reap(worker)
             raise NoWorkerError(f"a worker process did not start: {error}") from None
         except BaseException:
-            await self._bury(worker)
+            await self._reap(worker)
             raise
         worker.base_mib = limits.resident_mib(limits.tree(worker.child.pid))
         worker.loaded = rewards
         return worker
 
-    async def _bury(self, worker: RewardWorkerProcess) -> None:
+    async def _reap(self, worker: RewardWorkerProcess) -> None:
         self._living.discard(worker)
-        self._buried_cpu_s += cpu_s(worker.child.pid)
+        self._reaped_cpu_s += cpu_s(worker.child.pid)
         await worker.kill()
 
 

@@ -23,7 +23,7 @@ class Conversation:
         token_ids: all tokens so far, n.
         loss_mask: n values, 1 if the policy sampled the token.
         logprobs: n values, the sampling logprob if the mask is 1, else 0.
-        version_runs: flat pairs (policy_version, number of sampled tokens); neighbours differ in
+        version_runs: flat pairs (policy_version, number of sampled tokens); adjacent ones differ in
             version.
         spans: (start, end) of each assistant turn's sampled tokens.
     """

@@ -97,7 +97,7 @@ class CircuitBreaker:
             return True
         return delivery >= TRIES_ALONE and {failing for failing, _ in self._failing} == {ticket}
 
-    def doubts(self, ticket: str) -> bool:
+    def has_failed(self, ticket: str) -> bool:
         """Return whether a ticket has failed here and has not ended."""
         return ticket in self._failed_at
 

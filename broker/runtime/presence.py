@@ -213,21 +213,21 @@ async def listen(
         read: also call back with the existing entries; each is at most 60 s old.
     """
     bucket = bus.key_value(MEMBERS)
-    tapped: set[str] = set()
+    updated_keys: set[str] = set()
     is_reading = read
 
-    def tap(key: str, message: wire.Message | None) -> None:
+    def follow_entry(key: str, message: wire.Message | None) -> None:
         if is_reading:
-            tapped.add(key)
+            updated_keys.add(key)
         name = key.removeprefix(f"{bus.run}.")
         if message is None or verifier.accepts(message, name):
             on_change(name, message)
 
-    subscribed = await bucket.tap(f"{bus.run}.{role}", tap)
+    subscribed = await bucket.tap(f"{bus.run}.{role}", follow_entry)
     if read:
         for key, message in (await bucket.values(f"{bus.run}.{role}")).items():
             name = key.removeprefix(f"{bus.run}.")
-            if key not in tapped and verifier.accepts(message, name):  # a tapped one is newer
+            if key not in updated_keys and verifier.accepts(message, name):  # the update is newer
                 on_change(name, message)
     is_reading = False
     return subscribed

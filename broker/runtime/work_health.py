@@ -57,9 +57,9 @@ class WorkHealth:
         """Decide whether the failure of a ticket's delivery is its own: see ``CircuitBreaker``."""
         return self._breakers[key].blames(ticket, delivery)
 
-    def doubts(self, key: str, ticket: str) -> bool:
+    def has_failed(self, key: str, ticket: str) -> bool:
         """Return whether a ticket has failed here and has not ended."""
-        return self._breakers[key].doubts(ticket)
+        return self._breakers[key].has_failed(ticket)
 
     def succeeded(self, key: str) -> None:
         """Note that real work succeeded."""

@@ -72,7 +72,7 @@ class Call:
         self.output_tokens = output_tokens
 
 
-class KeyDesk:
+class CallerDirectory:
     """Finds the caller of a request by its key: the one without name, or a named one.
 
     Earlier answers, which the Responses API refers to, are kept apart for each key.

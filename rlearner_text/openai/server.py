@@ -17,7 +17,7 @@ from aiohttp import web
 from broker.contract import wire
 from rlearner_text.openai.answer_store import Item
 from rlearner_text.openai.backends import ApiBackend, GenerateHandler, ServedModel
-from rlearner_text.openai.callers import Call, Caller, KeyDesk
+from rlearner_text.openai.callers import Call, Caller, CallerDirectory
 from rlearner_text.openai.connections import (
     Connections,
     LimitedHandler,
@@ -139,10 +139,10 @@ class HttpServer:
         key_store: KeyStore | None = None,
     ) -> HttpServer:
         """Return a server with one model and engine, for one key and the named ones."""
-        desk = KeyDesk(handle, tokenizer, served_model, key, key_store)
+        directory = CallerDirectory(handle, tokenizer, served_model, key, key_store)
         return cls(
             tokenizer,
-            desk.find,
+            directory.find,
             lambda: (served_model.state(), served_model.policy_version()),
             tls=tls,
         )
