@@ -79,7 +79,7 @@ class ConsoleAccess:
         return self._begin(now)
 
     def use_password(self, password: str, now: float) -> str | float:
-        """Return the cookie of a new session, or the seconds to wait before the next try."""
+        """Return the cookie of a new session, or the seconds until the next try; 0: at once."""
         if (wait_s := self.limit.wait_s(now)) > 0:
             return wait_s
         if self.password is None or not _is_same_secret(password, self.password):
