@@ -26,8 +26,9 @@ COPY deploy/containers/install.sh /pip/bin/install.sh
 # ------------------------------------------------------------------------------------------------------------------ own
 # Our packages and commands, installed below /opt/own.
 FROM pip AS own
-COPY pyproject.toml README.md LICENSE /src/
+COPY pyproject.toml setup.py README.md LICENSE /src/
 COPY broker /src/broker
+COPY configs /src/configs
 COPY envhub /src/envhub
 COPY learner /src/learner
 COPY rewardhub /src/rewardhub

@@ -303,7 +303,7 @@ def main(words: list[str]) -> int:
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
             (folder / file).write_text(text)
         (folder / "quickstart.yaml").write_text(
-            (Path(__file__).parents[1] / "rlearner" / "configs" / "quickstart.yaml")
+            (Path(__file__).parents[1] / "configs" / "quickstart.yaml")
             .read_text()
             .replace("inherit: base.yaml\n", "")
         )

@@ -149,7 +149,7 @@ def _check_training(config: dict[str, Any]) -> None:
             "train.backend", backend, f"{', '.join(with_critic)} with algorithm.critic.enabled"
         )
     check_options(train)
-    check_fp8(train)
+    check_fp8(train, config["rollout"]["dtype"] or "", config["model"]["dtype"])
     check_family(config)
     check_layers(train["lora"], config["model"])
     check_deepspeed(train)
@@ -230,14 +230,21 @@ def check_options(train: Mapping[str, Any]) -> None:
             raise ConfigError(f"train.{name}", train[name], allowed)
 
 
-def check_fp8(train: Mapping[str, Any]) -> None:
+def check_fp8(train: Mapping[str, Any], engine_dtype: str, model_dtype: str) -> None:
     """Check that the learner sends matrices that it can quantize.
 
+    Args:
+        engine_dtype: empty: as the model's.
+
     Raises:
-        ConfigError: if only adapters are sent, or no rank has a whole matrix.
+        ConfigError: if only adapters are sent, no rank has a whole matrix, or engines compute in
+            another dtype, in which they would expect what is not quantized.
     """
     if train["weights_dtype"] != "fp8":
         return
+    if engine_dtype not in ("", model_dtype):
+        allowed = f"null or model.dtype ({model_dtype}) with train.weights_dtype fp8"
+        raise ConfigError("rollout.dtype", engine_dtype, allowed)
     lora = train["lora"]
     backend = train["backend"]
     other_dtypes = "null, float32, bfloat16 or float16"

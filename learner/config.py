@@ -118,8 +118,8 @@ class TrainSection(OptimizationSection):
     weights_interface: Annotated[str, Field(min_length=1)] | None = None
     # of the rendezvous, and of all of curve; 0: any free one
     weights_port: Annotated[int, Field(ge=0, le=65535)] = 0
-    # dtype on the wire, null: unchanged; fp8: linear layers as float8_e4m3fn, one scale per 128 x
-    # 128, others 16 bits
+    # dtype on the wire, null: rollout.dtype, else unchanged; fp8: linear layers as float8_e4m3fn,
+    # one scale per 128 x 128, others 16 bits
     weights_dtype: Literal["float32", "bfloat16", "float16", "fp8"] | None = None
     # send only changes, to servers that hold the version before; one copy more in memory
     weights_delta: bool = False

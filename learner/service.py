@@ -353,13 +353,20 @@ class LearnerService:
         if resumed is not None:
             await self.training.call(partial(checkpoint.load_state, resumed, self.training.backend))
         model = section(self.config, "model", ModelSection)
-        max_context = self.config["rollout"]["max_context_tokens"]
+        rollout = self.config["rollout"]
+        max_context = rollout["max_context_tokens"]
         vocab_size = self.training.backend.vocab_size
         probe_ids = await asyncio.to_thread(
             read_probe_ids, model_path, model, vocab_size=vocab_size, max_context=max_context
         )
         self.offering = await self.training.call(
-            lambda: WeightOffering(self.training.backend, self.train, model.dtype, probe_ids)
+            lambda: WeightOffering(
+                self.training.backend,
+                self.train,
+                model.dtype,
+                probe_ids,
+                engine_dtype=rollout["dtype"],
+            )
         )
         if self.ledger.state.version >= self.train.steps:
             await self._end_completed_run(self.ledger.state.version)

@@ -1,1 +1,6 @@
-"""The reward hub. May import ``broker``, ``rlearner_text`` and ``rlearner_sandbox`` only."""
+"""The reward hub, which scores episodes.
+
+It may import ``broker``, ``rlearner_text`` and ``rlearner_sandbox`` only.
+"""
+
+import broker  # noqa: F401  finds old import paths

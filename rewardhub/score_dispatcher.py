@@ -74,8 +74,8 @@ class ScoreDispatcher:
         """Return the reward of one sample.
 
         Raises:
-            ScoreFailed: if there is none.
-            NoWorker: if no process can be started here now.
+            ScoreError: if there is none.
+            NoWorkerError: if no process can be started here now.
         """
         many = loading.concurrency_of(reward) is not None
         piece = self.curve.enter(time.monotonic())

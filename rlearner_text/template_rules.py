@@ -126,7 +126,7 @@ class TemplateRules:
         """Return the tool calls in a turn's text, which includes special tokens.
 
         Raises:
-            BadCall: if it looks like a call, but is not valid.
+            ToolCallError: if it looks like a call, but is not valid.
         """
         return self._spelling.calls(text) if self._spelling else []
 

@@ -34,7 +34,7 @@ class RolloutSection(Section):
 
     harmless = (
         "policy", "max_running", "max_context_tokens", "prefill_tokens", "prefix_cache",
-        "preempt_after_s", "update_mode", "weights_into", "num_threads", "drain_timeout_s",
+        "preempt_after_s", "update_mode", "dtype", "weights_into", "num_threads", "drain_timeout_s",
     )  # fmt: skip
 
     # a name in the registry of rollout/engines, or MODULE:CLASS
@@ -47,6 +47,8 @@ class RolloutSection(Section):
     model_path: ModelPath | None = (
         None  # weights of a policy other than the actor; None: those that the run started from
     )
+    # of the weights and of what the engine computes; null: that of model.dtype
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
     max_running: PositiveInt = 64  # requests in one decode batch
     max_context_tokens: PositiveInt = 4096  # prompt and output together
     prefill_tokens: PositiveInt = 4096  # context tokens in one forward pass

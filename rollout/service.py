@@ -159,7 +159,7 @@ def _engine_config(spec: wire.RunSpec, section: RolloutSection, local: LocalMode
         model_path=section.model_path or local.path,
         has_weights=section.model_path is not None or local.has_weights,
         section=section,
-        dtype=model.get("dtype", "float32"),
+        dtype=section.dtype or model.get("dtype", "float32"),
         trust_remote_code=model.get("trust_remote_code", False),
         chat_template=model.get("chat_template"),
     )

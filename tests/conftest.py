@@ -16,9 +16,12 @@ from pathlib import Path
 
 import hypothesis
 import pytest
+from declared_metrics import undeclared
 
+from broker.contract import wire
 from broker.identity.login import keys_of
 from broker.jetstream.bus import Bus
+from broker.runtime.figures import ProcessFigures
 from broker.server.private_server import BrokerServer
 
 # a busy machine is no failure of what is tested
@@ -76,6 +79,21 @@ def log_as_before() -> Iterator[None]:
             before := levels.get(name, logging.NOTSET)
         ):
             one.setLevel(before)
+
+
+@pytest.fixture(autouse=True)
+def declared_metrics(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What processes inside the test report is declared in ``broker.telemetry.run_metrics``."""
+    names: set[str] = set()
+    report = ProcessFigures.report
+
+    def note_names(figures: ProcessFigures, metrics: wire.Metrics) -> None:
+        names.update(metrics.values)
+        report(figures, metrics)
+
+    monkeypatch.setattr(ProcessFigures, "report", note_names)
+    yield
+    assert undeclared(names) == set()
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from tools.metric_usage import undeclared_names
 from tools.prose import ARCHAIC
 
 LONG_FUNCTION: Final = 45  # statements
@@ -54,6 +55,7 @@ def measure_structure(
             for file, text in texts.items()
             if "nccl" in text.lower() and "backends" not in file.parts
         ],
+        "undeclared_metrics": undeclared_names(root, trees),
         "stray_unit_tests": list(_stray_tests(root, packages)),
         "archaic": list(_archaic_words(documents)),
         "statements_share": round(statements / first_statements, 4),

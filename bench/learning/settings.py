@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from importlib import resources
 from typing import Any, Final
 
 from broker.settings.config import takes_steps
+from broker.settings.config_file import shipped_folder
 from broker.settings.runspec import load, validate
 
 CONFIG: Final = "configs/quickstart.yaml"
@@ -91,10 +91,7 @@ class ArmSettings:
 
 
 def presets() -> list[str]:
-    folder = resources.files("rlearner") / "configs" / "algorithm"
-    return sorted(
-        path.name.removesuffix(".yaml") for path in folder.iterdir() if path.name.endswith(".yaml")
-    )
+    return sorted(path.stem for path in (shipped_folder() / "algorithm").glob("*.yaml"))
 
 
 def start(seed: int, context: str) -> ArmSettings:

@@ -17,18 +17,13 @@ from prometheus_client.registry import Collector
 from broker.runtime.figures import ProcessFigures
 from broker.runtime.health import Health, State
 from broker.system import logs
-from broker.telemetry.families import QUEUE_DEPTH, QUEUE_DEPTH_HELP, Families
+from broker.telemetry.families import Families
+from broker.telemetry.names import PREFIX
+from broker.telemetry.page_metrics import PAGE_METRICS
 
 LAG_EVERY_S: Final = 0.25
 LAG_BUCKETS_S: Final = (0.005, 0.025, 0.1, 0.5, 2.0, 10.0, 60.0)
-STATE_HELP: Final = "1 for the state that the process is in, 0 for the others."
-MESSAGE_COUNTS: Final = {
-    "published": "Messages that this process stored in a stream.",
-    "consumed": "Messages that this process received from a queue or read from a log.",
-    "redelivered": "Received messages that had been delivered before, to any process.",
-    "acknowledged": "Messages of a queue that this process ended.",
-    "handed_back": "Messages that this process returned to their queue.",
-}
+COUNTED: Final = ("published", "consumed", "redelivered", "acknowledged", "handed_back")
 
 
 class ProcessCollector(Collector):
@@ -58,20 +53,19 @@ class ProcessCollector(Collector):
             "host": socket.gethostname(),
             "pid": str(os.getpid()),
         }
-        families.gauge("process_info", "Always 1; what the process is.", {**labels, **about}, 1.0)
+        families.add("process_info", {**labels, **about}, 1.0)
         for state in get_args(State):
             is_current = float(self._health.state == state)
-            families.gauge("process_state", STATE_HELP, {**labels, "state": state}, is_current)
+            families.add("process_state", {**labels, "state": state}, is_current)
         families.metrics(self._figures.values, labels)
         for (stream, subject), depth in self._figures.depths.items():
             queue_labels = {"run": labels["run"], "stream": stream, "subject": subject}
-            families.gauge(QUEUE_DEPTH, QUEUE_DEPTH_HELP, queue_labels, depth)
+            families.add("queue_depth", queue_labels, depth)
         if (bus := self._figures.bus) is not None:
-            for counter, text in MESSAGE_COUNTS.items():
+            for counter in COUNTED:
                 for stream, count in dict(getattr(bus.counts, counter)).items():
-                    families.counter(
-                        f"stream_messages_{counter}", text, {**labels, "stream": stream}, count
-                    )
+                    stream_labels = {**labels, "stream": stream}
+                    families.add(f"stream_messages_{counter}", stream_labels, count)
         return [*families.all(), self._lag.family(labels)]
 
 
@@ -92,9 +86,10 @@ class LoopLag:
             self._sum_s += late_s
 
     def family(self, labels: Mapping[str, str]) -> Metric:
-        text = "How late the event loop ran a timer, in seconds."
+        """Return the histogram."""
+        metric = PAGE_METRICS["event_loop_lag_seconds"]
         family = HistogramMetricFamily(
-            "rlearner_event_loop_lag_seconds", text, labels=tuple(labels)
+            f"{PREFIX}{metric.name}", metric.meaning, labels=tuple(labels)
         )
         buckets = list[tuple[str, float]]()
         total = 0

@@ -114,7 +114,7 @@ def locate(path: str) -> Path:
         raise UserError(
             f"expected a YAML file, found {path!r}; give the file first, then the settings"
         )
-    shipped = _shipped_folder()
+    shipped = shipped_folder()
     name = path.removeprefix(SHIPPED)
     for candidate in (shipped / name, shipped / f"{name}.yaml"):
         if not Path(path).is_absolute() and candidate.is_file():
@@ -129,13 +129,19 @@ def locate(path: str) -> Path:
 
 
 def shipped_names() -> list[str]:
-    """Return the names of the packaged configurations, by which commands find them."""
-    return sorted(file.stem for file in _shipped_folder().glob("*.yaml"))
+    """Return the names of the configurations that come with the package, by which commands find
+    them.
+    """
+    return sorted(file.stem for file in shipped_folder().glob("*.yaml"))
 
 
-def _shipped_folder() -> Path:
-    """Return the folder of the configurations that come with the package."""
-    return Path(str(resources.files("rlearner"))) / "configs"
+def shipped_folder() -> Path:
+    """Return the folder of the configurations that come with the package: ``rlearner/configs`` of
+    an installed wheel, ``configs`` next to ``rlearner`` in a clone and for an editable install.
+    """
+    package = Path(str(resources.files("rlearner")))
+    installed = package / "configs"
+    return installed if installed.is_dir() else package.parent / "configs"
 
 
 def _read_config(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
@@ -174,9 +180,8 @@ def _read_config(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
     merged = OmegaConf.create({})
     for name in names:
         parent = path.parent / str(name)
-        # As on the command line.
-        if not parent.is_file() and str(name).startswith(SHIPPED):
-            parent = _shipped_folder() / str(name).removeprefix(SHIPPED)
+        if not parent.is_file() and str(name).startswith(SHIPPED):  # as on the command line
+            parent = shipped_folder() / str(name).removeprefix(SHIPPED)
         if not parent.is_file():
             raise UserError(f"{path}: inherit: {name!r}: no such file {parent}")
         merged = _merge_configs(merged, _read_config(parent, (*inheriting, path)), path)
@@ -269,7 +274,7 @@ def _read_preset(name: str) -> DictConfig:
     Raises:
         ConfigError: if there is none; lists those that come with the package.
     """
-    folder = _shipped_folder() / "algorithm"
+    folder = shipped_folder() / "algorithm"
     candidates = (Path("configs", "algorithm", f"{name}.yaml"), folder / f"{name}.yaml")
     path = next((path for path in candidates if _PRESET.fullmatch(name) and path.is_file()), None)
     if path is None:

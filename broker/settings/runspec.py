@@ -24,7 +24,7 @@ from broker.contract.streams import (
 )
 from broker.errors import ConfigError, Fenced, UserError, WireError
 from broker.jetstream.bus import Bus
-from broker.settings import timeouts
+from broker.settings import derived
 from broker.settings.config import DomainSection, Section
 from broker.settings.secret import refuse_literal
 from broker.settings.sections import parse, unknown
@@ -59,13 +59,13 @@ def load(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _as_configured(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a run's resolved settings with derived timeouts null, so that they follow changes."""
+    """Return a run's resolved settings with derived ones null, so that they follow changes."""
     try:
         checked = validate(config)
     except UserError:
         # An override may correct it; else the validation of the whole reports it.
         return config
-    return timeouts.release(checked, _load_attribute(SCORING)(checked))
+    return derived.release(checked, _load_attribute(SCORING)(checked))
 
 
 # section -> pydantic model, imported late so that no role needs another's code; `domains` maps
@@ -147,7 +147,7 @@ def validate(
     for check in checks:
         _load_attribute(check)(checked)
     if checks is CHECKS:
-        timeouts.derive(checked, _load_attribute(SCORING)(checked))
+        derived.derive(checked, _load_attribute(SCORING)(checked))
     return checked
 
 

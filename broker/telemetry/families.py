@@ -11,17 +11,13 @@ from typing import Final
 
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from broker.telemetry.names import NOT_FIGURES, prometheus_name
+from broker.telemetry.names import NOT_FIGURES, PREFIX, prometheus_name
+from broker.telemetry.page_metrics import PAGE_METRICS
 
 log = logging.getLogger(__name__)
 
 # by rlearner_queue_depth, which names the subject
 SUPERSEDED: Final = frozenset({"rlearner_queue_stream_depth"})
-QUEUE_DEPTH: Final = "queue_depth"
-QUEUE_DEPTH_HELP: Final = (
-    "Messages of a queue that are not acknowledged; of samples: those the learner has not read."
-)
-
 _reported_names: set[str] = set()  # names that were reported as ambiguous
 
 
@@ -37,13 +33,16 @@ class Families:
         """Return the families, ordered by name."""
         return [self._families[name] for name in sorted(self._families)]
 
-    def gauge(self, name: str, text: str, labels: Mapping[str, str], value: float) -> None:
-        """Add ``rlearner_<name>``."""
-        self._add(f"rlearner_{name}", text, labels, value, is_counter=False)
+    def add(self, name: str, labels: Mapping[str, str], value: float) -> None:
+        """Add a sample of a metric in ``broker.telemetry.page_metrics``.
 
-    def counter(self, name: str, text: str, labels: Mapping[str, str], value: float) -> None:
-        """Add ``rlearner_<name>_total``."""
-        self._add(f"rlearner_{name}", text, labels, value, is_counter=True)
+        Raises:
+            KeyError: if it is not declared there.
+        """
+        metric = PAGE_METRICS[name]
+        self._add(
+            f"{PREFIX}{name}", metric.meaning, labels, value, is_counter=metric.kind == "counter"
+        )
 
     def metrics(self, values: Mapping[str, float], labels: Mapping[str, str]) -> None:
         """Add the metrics that a process reported; see ``broker.telemetry.names``."""
@@ -54,17 +53,17 @@ class Families:
             family_name = prometheus_name(metric)
             if family_name.name in SUPERSEDED:
                 continue
-            text = f"{family_name.source}, see docs/metrics.md"
+            declaration = family_name.metric
             self._add(
                 family_name.name,
-                text,
+                f"{declaration.meaning} ({declaration.name})",
                 {**labels, **dict(family_name.labels)},
                 value * family_name.scale,
-                family_name.is_counter,
+                is_counter=declaration.kind == "counter",
             )
 
     def _add(
-        self, name: str, text: str, labels: Mapping[str, str], value: float, is_counter: bool
+        self, name: str, text: str, labels: Mapping[str, str], value: float, *, is_counter: bool
     ) -> None:
         family = self._families.get(name)
         if family is None:

@@ -17,53 +17,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Final
 
+from broker.telemetry.declarations import MetricDeclaration
+from broker.telemetry.run_metrics import RUN_METRICS
+
 PREFIX: Final = "rlearner_"
 GIGA: Final = 1e9
-
-# Names with variable parts, which become labels.
-PATTERNS: Final = (
-    "reward/<domain>/mean",
-    "env/domain/<domain>/success_rate",
-    "eval/domain/<domain>/success_rate",
-    "eval/<policy>/domain/<domain>/success_rate",
-    "eval/<policy>/success_rate",
-    "eval/<policy>/reward_mean",
-    "eval/<policy>/actor_ahead",
-    "eval/<policy>/actor_ahead_stderr",
-    "reward_parts/<reward>/mean",
-    "rollout/finished/<reason>",
-    "ticket/closed_<reason>",
-    "queue/<stream>/depth",
-)
-
-# What a process only adds to while it lives; a new process may start below the last one.
-COUNTERS: Final = frozenset(
-    {
-        *(
-            f"ticket/{name}"
-            for name in ("issued", "trained", "filtered", "dropped", "dead", "duplicate", "unknown")
-        ),
-        *(
-            "ticket/closed_<reason>",
-            "off_policy/dropped",
-            "rollout/finished/<reason>",
-            "process/cpu_s",
-        ),
-        *(
-            f"envhub/{name}"
-            for name in ("groups", "closed", "handed_back", "failed_episodes", "generate_retries")
-        ),
-        *("envhub/died_workers", "envhub/tokens"),
-        *(
-            f"rewardhub/{name}"
-            for name in ("groups", "cost", "closed", "handed_back", "retries", "killed_workers")
-        ),
-        "rewardhub/scored_ahead",
-        "broker/server_cpu_s",
-        *("weights/failures", "weights/communicators", "weights/deltas"),
-    }
-)
 NOT_FIGURES: Final = frozenset({"time"})  # when a line was written
+# A hub that is not ours may report names of its own.
+UNDECLARED: Final = "A metric that is not declared."
 
 
 @dataclass(frozen=True)
@@ -73,26 +34,27 @@ class PrometheusName:
     Attributes:
         name: of the family, without the ``_total`` of a counter.
         labels: pairs of name and value.
-        is_counter: whether the value only grows while a process lives.
         scale: factor from the metric's unit to the base unit.
-        source: name or pattern of the metric.
+        metric: its declaration.
     """
 
     name: str
     labels: tuple[tuple[str, str], ...]
-    is_counter: bool
     scale: float
-    source: str
+    metric: MetricDeclaration
 
     @property
     def sample(self) -> str:
         """Name of the series."""
-        return f"{self.name}_total" if self.is_counter else self.name
+        return f"{self.name}_total" if self.metric.kind == "counter" else self.name
 
 
-_KIND: Final = re.compile(r"<(\w+)>")
-_COMPILED: Final = [
-    (pattern, re.compile(_KIND.sub(r"(?P<\1>[^/]+)", pattern) + r"\Z")) for pattern in PATTERNS
+_BY_NAME: Final = {metric.name: metric for metric in RUN_METRICS}
+# ``<kind>`` is one part, ``*`` anything; a part that becomes a label goes first.
+_FAMILIES: Final = [
+    (re.compile(re.sub(r"<(\w+)>", r"(?P<\1>[^/]+)", name).replace("*", ".+")), metric)
+    for name, metric in sorted(_BY_NAME.items(), key=lambda item: "*" in item[0])
+    if "<" in name or "*" in name
 ]
 _INVALID: Final = re.compile(r"[^a-zA-Z0-9_]")
 
@@ -100,15 +62,26 @@ _INVALID: Final = re.compile(r"[^a-zA-Z0-9_]")
 @lru_cache(maxsize=4096)
 def prometheus_name(metric: str) -> PrometheusName:
     """Return the name in Prometheus of a metric such as ``reward/lake/mean``."""
-    source = metric
-    labels = tuple[tuple[str, str], ...]()
-    for pattern, compiled in _COMPILED:
-        if match := compiled.match(metric):
-            source = pattern
-            labels = tuple(match.groupdict().items())
-            break
-    name, scale = _with_units(_INVALID.sub("_", _without_repetition(source)))
-    return PrometheusName(PREFIX + name, labels, source in COUNTERS, scale, source)
+    declaration, labels = _find_declaration(metric)
+    name, scale = _with_units(
+        _INVALID.sub("_", _without_repetition(declaration.name if labels else metric))
+    )
+    return PrometheusName(PREFIX + name, labels, scale, declaration)
+
+
+def find_metric(name: str) -> MetricDeclaration:
+    """Return the declaration of a reported metric; one without a title if there is none."""
+    return prometheus_name(name).metric
+
+
+def _find_declaration(name: str) -> tuple[MetricDeclaration, tuple[tuple[str, str], ...]]:
+    """Return the declaration of a reported metric, and the labels that its name contains."""
+    if (metric := _BY_NAME.get(name)) is not None:
+        return metric, ()
+    for pattern, family in _FAMILIES:
+        if match := pattern.fullmatch(name):
+            return family, tuple(match.groupdict().items())
+    return MetricDeclaration(name, "", (), UNDECLARED), ()
 
 
 def _without_repetition(source: str) -> str:

@@ -1,249 +1,217 @@
 """Writes the dashboards next to this file: ``python deploy/grafana/dashboards.py``.
 
-Each panel is one line of the tables below: title, unit, and its queries with their legends.
+Each panel is one row of the tables below: its queries with their legends. Its title, unit and
+description are those of the metrics that it shows, as declared in ``broker.telemetry``; a title or
+unit in the row replaces them where a panel shows several metrics or computes something.
 ``$run`` is the run that is chosen at the top of a dashboard; ``RUN`` stands for ``run="$run"``.
 """
 
 from __future__ import annotations
 
 import json
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from broker.telemetry.names import PREFIX, prometheus_name
+from broker.telemetry.page_metrics import PAGE_METRICS
+from broker.telemetry.run_metrics import RUN_METRICS
 
 HERE: Final = Path(__file__).parent
 SCHEMA: Final = 39  # of Grafana 11; newer ones read it
 WIDTH, HEIGHT, COLUMNS = 8, 8, 3
 SOURCE: Final = {"type": "prometheus", "uid": "${source}"}
 
-Panel = tuple[str, str, dict[str, str]]  # title, unit, legend by query
+UNITS: Final = {"share": "percentunit", "seconds": "s", "bytes": "bytes"}  # the others: short
+METRICS: Final = {
+    prometheus_name(re.sub(r"<(\w+)>", r"\1", metric.name)).name: metric for metric in RUN_METRICS
+} | {f"{PREFIX}{name}": metric for name, metric in PAGE_METRICS.items()}
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A chart: legend by query; title and unit are those of the first metric if empty."""
+
+    queries: dict[str, str]
+    title: str = ""
+    unit: str = ""
+
 
 LEARNER: Final = 'RUN, role="learner"'
 RUN: Final[dict[str, list[Panel]]] = {
     "Learning": [
-        (
-            "Reward",
-            "short",
+        Panel(
             {
                 f"rlearner_reward_mean{{{LEARNER}}}": "mean",
                 f"rlearner_reward_domain_mean{{{LEARNER}}}": "{{domain}}",
-            },
+            }
         ),
-        (
-            "Success",
-            "percentunit",
+        Panel(
             {
                 f"rlearner_env_success_rate{{{LEARNER}}}": "training",
                 f"rlearner_env_domain_success_rate{{{LEARNER}}}": "{{domain}}",
-            },
+            }
         ),
-        (
-            "Evaluation",
-            "percentunit",
+        Panel(
             {
                 "rlearner_eval_success_rate{RUN}": "success",
                 "rlearner_eval_policy_success_rate{RUN}": "{{policy}}",
-            },
+            }
         ),
-        (
-            "Entropy and KL",
-            "short",
+        Panel(
             {"rlearner_actor_entropy{RUN}": "entropy", "rlearner_actor_ppo_kl{RUN}": "KL"},
+            title="Entropy and KL",
         ),
-        ("Gradient norm", "short", {"rlearner_actor_grad_norm{RUN}": "gradient norm"}),
-        (
-            "Response length",
-            "short",
+        Panel({"rlearner_actor_grad_norm{RUN}": "gradient norm"}),
+        Panel(
             {
                 "rlearner_response_length_mean{RUN}": "mean",
                 "rlearner_response_length_max{RUN}": "longest",
-            },
+            }
         ),
     ],
     "Pace": [
-        ("Step", "short", {"rlearner_step{RUN}": "step", "rlearner_run_steps{RUN}": "last step"}),
-        (
-            "Idle shares",
-            "percentunit",
+        Panel({"rlearner_step{RUN}": "step", "rlearner_run_steps{RUN}": "last step"}),
+        Panel(
             {
                 "rlearner_trainer_idle_ratio{RUN}": "learner",
                 f"rlearner_rollouter_idle_ratio{{{LEARNER}}}": "servers",
             },
+            title="Idle shares",
         ),
-        (
-            "Staleness of trained tokens",
-            "short",
+        Panel(
             {
                 "rlearner_staleness_mean{RUN}": "mean",
                 "rlearner_staleness_max{RUN}": "oldest",
                 "rlearner_run_max_staleness{RUN}": "bound",
-            },
+            }
         ),
-        (
-            "Tokens per second",
-            "short",
+        Panel(
             {
                 f"rlearner_perf_tokens_per_second{{{LEARNER}}}": "trained",
                 'sum(rlearner_perf_tokens_per_second{RUN, role="rollout"})': "generated",
-            },
+            }
         ),
-        (
-            "A step's time",
-            "s",
+        Panel(
             {
                 "rlearner_time_wait_for_batch_seconds{RUN}": "wait for samples",
                 "rlearner_time_train_seconds{RUN}": "train",
                 "rlearner_time_offer_weights_seconds{RUN}": "offer weights",
             },
+            title="A step's time",
         ),
-        (
-            "A group's time",
-            "s",
+        Panel(
             {
                 f"rlearner_time_generate_seconds{{{LEARNER}}}": "generate",
                 f"rlearner_time_env_step_seconds{{{LEARNER}}}": "environment",
                 f"rlearner_time_reward_seconds{{{LEARNER}}}": "reward",
             },
+            title="A group's time",
         ),
     ],
     "Tickets": [
-        (
-            "Open tickets",
-            "short",
+        Panel(
             {
                 "rlearner_ticket_open{RUN}": "open",
                 "rlearner_off_policy_in_queue{RUN}": "waiting to be trained",
-            },
+            }
         ),
-        (
-            "Outcomes per minute",
-            "short",
+        Panel(
             {
                 "60 * rate(rlearner_ticket_trained_total{RUN}[5m])": "trained",
                 "60 * rate(rlearner_ticket_filtered_total{RUN}[5m])": "filtered",
                 "60 * rate(rlearner_ticket_dropped_total{RUN}[5m])": "dropped",
                 "60 * rate(rlearner_ticket_dead_total{RUN}[5m])": "dead",
             },
+            title="Outcomes per minute",
         ),
-        (
-            "Failed groups by reason",
-            "short",
-            {"rlearner_ticket_closed_reason_total{RUN}": "{{reason}}"},
-        ),
-        (
-            "Length bias of kept episodes",
-            "percentunit",
-            {"rlearner_off_policy_length_bias{RUN}": "{{id}}"},
-        ),
+        Panel({"rlearner_ticket_closed_reason_total{RUN}": "{{reason}}"}),
+        Panel({"rlearner_off_policy_length_bias{RUN}": "{{id}}"}),
     ],
 }
 FLEET: Final[dict[str, list[Panel]]] = {
     "Processes": [
-        ("Processes", "short", {"rlearner_processes{RUN}": "{{role}}"}),
-        ("Take no work", "short", {"rlearner_member_problem{RUN} == 1": "{{role}} {{id}}"}),
-        (
-            "Policy version",
-            "short",
+        Panel({"rlearner_processes{RUN}": "{{role}}"}),
+        Panel({"rlearner_member_problem{RUN} == 1": "{{role}} {{id}}"}),
+        Panel(
             {
                 "rlearner_member_policy_version{RUN}": "{{role}} {{id}}",
                 "rlearner_weights_offer_version{RUN}": "on offer",
-            },
+            }
         ),
-        (
-            "Used slots",
-            "percentunit",
+        Panel(
             {"rlearner_member_running{RUN} / rlearner_member_slots{RUN}": "{{role}} {{id}}"},
+            title="Used slots",
+            unit="percentunit",
         ),
-        ("Waiting", "short", {"rlearner_member_waiting{RUN}": "{{role}} {{id}}"}),
-        (
-            "Processor time",
-            "short",
-            {"rate(rlearner_process_cpu_seconds_total{RUN}[5m])": "{{role}} {{id}}"},
+        Panel({"rlearner_member_waiting{RUN}": "{{role}} {{id}}"}),
+        Panel(
+            {"rate(rlearner_process_cpu_seconds_total{RUN}[5m])": "{{role}} {{id}}"}, unit="short"
         ),
     ],
     "Generation servers": [
-        (
-            "Tokens per second",
-            "short",
-            {'rlearner_perf_tokens_per_second{RUN, role="rollout"}': "{{id}}"},
-        ),
-        (
-            "Idle share",
-            "percentunit",
-            {'rlearner_rollouter_idle_ratio{RUN, role="rollout"}': "{{id}}"},
-        ),
-        ("Prefix cache hits", "percentunit", {"rlearner_rollout_prefix_hit_ratio{RUN}": "{{id}}"}),
-        (
-            "Time of a request",
-            "s",
+        Panel({'rlearner_perf_tokens_per_second{RUN, role="rollout"}': "{{id}}"}),
+        Panel({'rlearner_rollouter_idle_ratio{RUN, role="rollout"}': "{{id}}"}),
+        Panel({"rlearner_rollout_prefix_hit_ratio{RUN}": "{{id}}"}),
+        Panel(
             {'rlearner_time_generate_seconds{RUN, role="rollout"}': "{{id}}"},
+            title="Time of a request",
         ),
-        ("Time of a weight transfer", "s", {"rlearner_weights_seconds{RUN}": "{{role}} {{id}}"}),
-        (
-            "Failed weight transfers",
-            "short",
-            {"increase(rlearner_weights_failures_total{RUN}[10m])": "{{role}} {{id}}"},
-        ),
+        Panel({"rlearner_weights_seconds{RUN}": "{{role}} {{id}}"}),
+        Panel({"increase(rlearner_weights_failures_total{RUN}[10m])": "{{role}} {{id}}"}),
     ],
     "Hubs": [
-        (
-            "Groups per minute",
-            "short",
+        Panel(
             {
                 "60 * rate(rlearner_envhub_groups_total{RUN}[5m])": "{{id}}",
                 "60 * rate(rlearner_rewardhub_groups_total{RUN}[5m])": "{{id}}",
             },
+            title="Groups per minute",
         ),
-        (
-            "Closed per minute",
-            "short",
+        Panel(
             {
                 "60 * rate(rlearner_envhub_closed_total{RUN}[5m])": "{{id}}",
                 "60 * rate(rlearner_rewardhub_closed_total{RUN}[5m])": "{{id}}",
             },
+            title="Closed per minute",
         ),
-        (
-            "Workers that died",
-            "short",
+        Panel(
             {
                 "increase(rlearner_envhub_died_workers_total{RUN}[10m])": "{{id}}",
                 "increase(rlearner_rewardhub_killed_workers_total{RUN}[10m])": "{{id}}",
             },
+            title="Workers that died",
         ),
     ],
 }
 BROKER: Final[dict[str, list[Panel]]] = {
     "Queues": [
-        ("Queue depth", "short", {"rlearner_queue_depth{RUN}": "{{subject}}"}),
-        ("Not delivered yet", "short", {"rlearner_queue_pending{RUN}": "{{subject}}"}),
-        ("Held by a process", "short", {"rlearner_queue_held{RUN}": "{{subject}}"}),
-        ("Redelivered", "short", {"rlearner_queue_redelivered{RUN}": "{{subject}}"}),
-        (
-            "Processes that wait for messages",
-            "short",
-            {"rlearner_queue_waiting_pulls{RUN}": "{{subject}}"},
-        ),
-        ("Dead letters", "short", {"rlearner_dead_letters{RUN}": "{{stream}}"}),
+        Panel({"rlearner_queue_depth{RUN}": "{{subject}}"}),
+        Panel({"rlearner_queue_pending{RUN}": "{{subject}}"}),
+        Panel({"rlearner_queue_held{RUN}": "{{subject}}"}),
+        Panel({"rlearner_queue_redelivered{RUN}": "{{subject}}"}),
+        Panel({"rlearner_queue_waiting_pulls{RUN}": "{{subject}}"}),
+        Panel({"rlearner_dead_letters{RUN}": "{{stream}}"}),
     ],
     "Store": [
-        (
-            "Store",
-            "bytes",
+        Panel(
             {
                 "rlearner_jetstream_store_bytes{RUN}": "used",
                 "rlearner_jetstream_store_limit_bytes{RUN}": "limit",
-            },
+            }
         ),
-        ("Bytes by stream", "bytes", {"rlearner_stream_bytes{RUN}": "{{stream}}"}),
-        ("Messages by stream", "short", {"rlearner_stream_messages{RUN}": "{{stream}}"}),
+        Panel({"rlearner_stream_bytes{RUN}": "{{stream}}"}),
+        Panel({"rlearner_stream_messages{RUN}": "{{stream}}"}),
     ],
     "Exporter and disk": [
-        ("Broker answers", "short", {"rlearner_exporter_up{RUN}": "up"}),
-        (
-            "Time since an answer",
-            "s",
+        Panel({"rlearner_exporter_up{RUN}": "up"}),
+        Panel(
             {"time() - rlearner_exporter_last_answer_timestamp_seconds{RUN}": "age"},
+            title="Time since an answer",
+            unit="s",
         ),
-        ("Free disk space", "bytes", {"rlearner_disk_free_bytes{RUN}": "{{role}} {{id}}"}),
+        Panel({"rlearner_disk_free_bytes{RUN}": "{{role}} {{id}}"}),
     ],
 }
 DASHBOARDS: Final = {
@@ -270,14 +238,14 @@ def dashboard(name: str) -> dict[str, Any]:
             }
         )
         y += 1
-        for index, (head, unit, queries) in enumerate(of_row):
+        for index, chart in enumerate(of_row):
             where = {
                 "h": HEIGHT,
                 "w": WIDTH,
                 "x": WIDTH * (index % COLUMNS),
                 "y": y + HEIGHT * (index // COLUMNS),
             }
-            panels.append(panel(len(panels) + 1, head, unit, queries, where))
+            panels.append(render_panel(len(panels) + 1, chart, where))
         y += HEIGHT * -(-len(of_row) // COLUMNS)
     source = {
         "name": "source",
@@ -326,10 +294,10 @@ def dashboard(name: str) -> dict[str, Any]:
     }
 
 
-def panel(
-    number: int, title: str, unit: str, queries: dict[str, str], where: dict[str, int]
-) -> dict[str, Any]:
-    """Return one chart."""
+def render_panel(number: int, chart: Panel, where: dict[str, int]) -> dict[str, Any]:
+    """Return one chart as Grafana reads it."""
+    names = dict.fromkeys(re.findall(r"\brlearner_\w+", " ".join(chart.queries)))
+    metrics = [METRICS[name.removesuffix("_total")] for name in names]
     targets = [
         {
             "refId": chr(ord("A") + index),
@@ -339,7 +307,7 @@ def panel(
             "expr": expression.replace("RUN", 'run="$run"'),
             "legendFormat": legend,
         }
-        for index, (expression, legend) in enumerate(queries.items())
+        for index, (expression, legend) in enumerate(chart.queries.items())
     ]
     custom = {
         "drawStyle": "line",
@@ -351,11 +319,18 @@ def panel(
     return {
         "id": number,
         "type": "timeseries",
-        "title": title,
+        "title": chart.title or metrics[0].heading,
+        "description": "\n".join(dict.fromkeys(metric.meaning for metric in metrics)),
         "datasource": SOURCE,
         "gridPos": where,
         "targets": targets,
-        "fieldConfig": {"defaults": {"unit": unit, "custom": custom}, "overrides": []},
+        "fieldConfig": {
+            "defaults": {
+                "unit": chart.unit or UNITS.get(metrics[0].unit, "short"),
+                "custom": custom,
+            },
+            "overrides": [],
+        },
         "options": {
             "legend": {
                 "displayMode": "list",

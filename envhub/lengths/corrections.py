@@ -39,7 +39,7 @@ class Quantiles(NamedTuple):
 
 @dataclass(slots=True)
 class LengthCalibration:
-    """How a hub's predictions compare with its newest turns, as means; see docs/metrics.md."""
+    """How a hub's predictions compare with its newest turns, as means; see docs/metrics-reference.md."""
 
     memory: int = 500
     error: float = 0.0

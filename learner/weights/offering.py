@@ -36,17 +36,24 @@ class WeightOffering:
 
     Args:
         probe_ids: the tokens of the probes, see ``read_probe_ids``; empty: random ones.
+        engine_dtype: ``rollout.dtype``.
 
     Raises:
         ConfigError: if ``train.weights_backend`` is ipc and the weights are not on a GPU.
     """
 
     def __init__(
-        self, backend: Backend, train: TrainSection, dtype: str, probe_ids: Sequence[int] = ()
+        self,
+        backend: Backend,
+        train: TrainSection,
+        dtype: str,
+        probe_ids: Sequence[int] = (),
+        *,
+        engine_dtype: str | None = None,
     ) -> None:
         self._backend = backend
         self._train = train
-        self._probe = WeightProbe(backend, dtype, train.weights_dtype, probe_ids)
+        self._probe = WeightProbe(backend, dtype, (train.weights_dtype, engine_dtype), probe_ids)
         self._stripes: RankStripes | None = None
         # Of the sender.
         self.plan: LayoutPlan

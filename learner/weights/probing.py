@@ -55,7 +55,7 @@ class WeightProbe:
 
     Args:
         dtype: of the backend's weights.
-        wire_dtype: in which they are sent; None: unchanged.
+        converted: into which they are converted on the wire and in engines; None: unchanged.
         token_ids: of the text; fewer than two: random ones.
     """
 
@@ -63,14 +63,13 @@ class WeightProbe:
         self,
         backend: Backend,
         dtype: str,
-        wire_dtype: str | None = None,
+        converted: Sequence[str | None] = (),
         token_ids: Sequence[int] = (),
     ) -> None:
         self._backend = backend
         self._dtype = dtype
-        self._tolerance = max(
-            TOLERANCE[kind] for kind in (dtype, wire_dtype or dtype) if kind != fp8.NAME
-        )
+        kinds = {dtype, *(kind or dtype for kind in converted)} - {fp8.NAME}
+        self._tolerance = max(TOLERANCE[kind] for kind in kinds)
         self._token_ids = list(token_ids)
         if len(self._token_ids) < 2:
             self._token_ids = (

@@ -18,7 +18,7 @@ from broker.contract.streams import METRICS, ROLES, SAMPLES
 from broker.jetstream.delivery import decode_message
 from broker.runtime.figures import newest_values
 from broker.runtime.presence import CENSUS_S
-from broker.telemetry.families import QUEUE_DEPTH, QUEUE_DEPTH_HELP, Families
+from broker.telemetry.families import Families
 from rlearner.advise.advice import desired_servers
 from rlearner.advise.fit import NotFitted, fit_run
 from rlearner.advise.follow import StepHistory
@@ -29,7 +29,6 @@ log = logging.getLogger(__name__)
 SILENT_S: Final = 10.0
 STALE_S: Final = 20.0  # after which what the broker said is no longer shown; it is asked every five
 STATES: Final = ("starting", "ready", "draining", "failed")
-STATE_HELP: Final = "1 for the state that the process is in, 0 for the others."
 
 
 @dataclass(frozen=True)
@@ -145,21 +144,11 @@ class RunFigures(Collector):
         families = Families()
         run = {"run": self._run}
         is_fresh = self._clock() - self._broker_at < STALE_S
-        up = "1 while the broker is connected and answers for the run, else 0: other figures of it are then absent."
-        families.gauge("exporter_up", up, run, float(self.is_connected and is_fresh))
-        families.gauge(
-            "exporter_last_answer_timestamp_seconds",
-            "When the broker last answered.",
-            run,
-            self._asked_at,
-        )
-        families.counter(
-            "exporter_failures", "Rounds of questions without an answer.", run, self._failures
-        )
+        families.add("exporter_up", run, float(self.is_connected and is_fresh))
+        families.add("exporter_last_answer_timestamp_seconds", run, self._asked_at)
+        families.add("exporter_failures", run, self._failures)
         values = self._values()
-        families.counter(
-            "exporter_malformed", "Messages with metrics that did not decode.", run, self._malformed
-        )
+        families.add("exporter_malformed", run, self._malformed)
         for role, process_id, own in values:
             families.metrics(own, {**run, "role": role, "id": process_id})
         if self.is_connected and self._clock() >= self._heard_from:
@@ -167,8 +156,7 @@ class RunFigures(Collector):
         if is_fresh:
             learners = [own for role, _, own in values if role == "learner"]
             if learners and self._desired_servers is not None:
-                text = "Fewest rollout servers of the present speed with 95 % of the samples/s that any number reaches."
-                families.gauge("desired_servers", text, run, self._desired_servers)
+                families.add("desired_servers", run, self._desired_servers)
             self._queues(families, learners[0].get("queue/samples/depth") if learners else None)
             self._run_itself(families)
         return families.all()
@@ -196,11 +184,8 @@ class RunFigures(Collector):
         """Add what processes announce."""
         living = list(self._alive())
         for role in ROLES:
-            labels = {"run": self._run, "role": role}
-            text = "Processes of the run that are heard."
-            families.gauge(
-                "processes", text, labels, sum(presence.role == role for presence in living)
-            )
+            count = sum(presence.role == role for presence in living)
+            families.add("processes", {"run": self._run, "role": role}, count)
         for presence in living:
             labels_of_process = {"run": self._run, "role": presence.role, "id": presence.id}
             about = {
@@ -208,122 +193,62 @@ class RunFigures(Collector):
                 "engine": presence.engine,
                 "policy": presence.policy if presence.role == "rollout" else "",
             }
-            families.gauge(
-                "member_info", "Always 1; what the process is.", {**labels_of_process, **about}, 1.0
-            )
+            families.add("member_info", {**labels_of_process, **about}, 1.0)
             state = {"serving": "ready"}.get(presence.state, presence.state)
             for lifecycle in STATES:
-                families.gauge(
-                    "member_state",
-                    STATE_HELP,
-                    {**labels_of_process, "state": lifecycle},
-                    float(lifecycle == state),
-                )
-            families.gauge(
-                "member_slots",
-                "Requests or groups that it handles at once.",
-                labels_of_process,
-                presence.slots,
-            )
-            families.gauge(
-                "member_running",
-                "Requests or groups that it handles.",
-                labels_of_process,
-                presence.running,
-            )
-            families.gauge(
-                "member_waiting",
-                "Requests or groups that wait in it.",
-                labels_of_process,
-                presence.waiting,
-            )
-            families.gauge(
-                "member_policy_version",
-                "Newest version that it holds, -1 none.",
-                labels_of_process,
-                presence.policy_version,
-            )
-            families.gauge(
-                "member_problem",
-                "1 while it takes no work, for a reason.",
-                labels_of_process,
-                float(bool(presence.problem)),
-            )
+                state_labels = {**labels_of_process, "state": lifecycle}
+                families.add("member_state", state_labels, float(lifecycle == state))
+            for name, value in {
+                "member_slots": presence.slots,
+                "member_running": presence.running,
+                "member_waiting": presence.waiting,
+                "member_policy_version": presence.policy_version,
+                "member_problem": float(bool(presence.problem)),
+            }.items():
+                families.add(name, labels_of_process, value)
 
     def _queues(self, families: Families, unread: float | None) -> None:
         broker = self._broker
         for queue in broker.queues:
             queue_labels = {"run": self._run, "stream": queue.stream, "subject": queue.subject}
-            families.gauge(QUEUE_DEPTH, QUEUE_DEPTH_HELP, queue_labels, queue.pending + queue.held)
-            families.gauge(
-                "queue_pending",
-                "Messages of a queue that no process has yet.",
-                queue_labels,
-                queue.pending,
-            )
-            families.gauge(
-                "queue_held",
-                "Messages that a process has and did not acknowledge.",
-                queue_labels,
-                queue.held,
-            )
-            text = "Held messages that were delivered more than once."
-            families.gauge("queue_redelivered", text, queue_labels, queue.redelivered)
-            text = "Requests of processes that wait for messages of this queue."
-            families.gauge("queue_waiting_pulls", text, queue_labels, queue.waiting_pulls)
+            for name, value in {
+                "queue_depth": queue.pending + queue.held,
+                "queue_pending": queue.pending,
+                "queue_held": queue.held,
+                "queue_redelivered": queue.redelivered,
+                "queue_waiting_pulls": queue.waiting_pulls,
+            }.items():
+                families.add(name, queue_labels, value)
         if unread is not None:
             queue_labels = {
                 "run": self._run,
                 "stream": SAMPLES.name,
                 "subject": SAMPLES.subject(self._run),
             }
-            families.gauge(QUEUE_DEPTH, QUEUE_DEPTH_HELP, queue_labels, unread)
-        for stream, count in broker.messages.items():
-            families.gauge(
-                "stream_messages", "Messages kept.", {"run": self._run, "stream": stream}, count
-            )
-        for stream, size in broker.sizes.items():
-            families.gauge(
-                "stream_bytes",
-                "Bytes kept, in one replica.",
-                {"run": self._run, "stream": stream},
-                size,
-            )
-        for stream, count in broker.dead.items():
-            text = "Messages that no process could use, by the stream they came from."
-            families.gauge("dead_letters", text, {"run": self._run, "stream": stream}, count)
+            families.add("queue_depth", queue_labels, unread)
+        for name, by_stream in {
+            "stream_messages": broker.messages,
+            "stream_bytes": broker.sizes,
+            "dead_letters": broker.dead,
+        }.items():
+            for stream, value in by_stream.items():
+                families.add(name, {"run": self._run, "stream": stream}, value)
 
     def _run_itself(self, families: Families) -> None:
         broker = self._broker
         run = {"run": self._run}
-        text = "Bytes used of the broker's store, by all runs."
-        families.gauge("jetstream_store_bytes", text, run, broker.store_bytes)
+        families.add("jetstream_store_bytes", run, broker.store_bytes)
         if broker.store_limit_bytes is not None:
-            families.gauge(
-                "jetstream_store_limit_bytes",
-                "Bytes that it may use.",
-                run,
-                broker.store_limit_bytes,
-            )
-        text = "1 for the state that the operator wants for the run, 0 for the others."
+            families.add("jetstream_store_limit_bytes", run, broker.store_limit_bytes)
         for state in ("running", "paused", "draining", "stopped"):
-            families.gauge(
-                "run_desired", text, {**run, "state": state}, float(broker.desired == state)
-            )
+            families.add("run_desired", {**run, "state": state}, float(broker.desired == state))
         if broker.spec is not None:
             train = broker.spec.config.get("train") or {}
-            families.gauge("run_epoch", "Incarnation of the learner.", run, broker.spec.epoch)
-            for key, text in (
-                ("steps", "Steps to train."),
-                ("max_staleness", "Versions that a token may lag behind."),
-            ):
+            families.add("run_epoch", run, broker.spec.epoch)
+            for key in ("steps", "max_staleness"):
                 if isinstance(value := train.get(key), int | float):
-                    families.gauge(f"run_{key}", text, run, value)
+                    families.add(f"run_{key}", run, value)
         if broker.offer is not None:
-            families.gauge(
-                "weights_offer_version", "Policy version on offer.", run, broker.offer.version
-            )
-            families.gauge("weights_offer_epoch", "Epoch of the offer.", run, broker.offer.epoch)
-            families.gauge(
-                "weights_offer_bytes", "Bytes of the offered weights.", run, broker.offer.size_bytes
-            )
+            families.add("weights_offer_version", run, broker.offer.version)
+            families.add("weights_offer_epoch", run, broker.offer.epoch)
+            families.add("weights_offer_bytes", run, broker.offer.size_bytes)

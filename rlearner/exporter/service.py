@@ -61,7 +61,7 @@ async def export(options: argparse.Namespace, stop: Stop) -> None:
         UserError: if the run has no folder here and no broker is named, or the port cannot be used.
     """
     logs.apply(options)
-    run, url, login = _where(options)
+    run, url, login = _find_address(options)
     logs.identify(run=run, role="exporter", process_id=f"exporter-{os.getpid()}")
     figures = RunFigures(run)
     serve_metrics(options, stop, figures)
@@ -85,9 +85,9 @@ async def _run_there(bus: Bus, stop: Stop) -> None:
     reminders = Reminders()
     while True:
         try:
-            runs = await _known(bus)
+            runs = await _list_runs(bus)
         except NO_ANSWER as error:
-            status = f"waiting for run {bus.run}; {_why(error)}"
+            status = f"waiting for run {bus.run}; {_describe_failure(error)}"
         else:
             if bus.run in runs:
                 return
@@ -99,14 +99,14 @@ async def _run_there(bus: Bus, stop: Stop) -> None:
         await asyncio.sleep(WAIT_S)
 
 
-async def _known(bus: Bus) -> Collection[str]:
+async def _list_runs(bus: Bus) -> Collection[str]:
     """Return the runs of the broker, as far as this login may know them."""
     if bus.link.login.role != OBSERVER:
         return await find_runs(bus)
     return [bus.run] if await bus.key_value(RUNS).get_bytes(bus.run) is not None else []
 
 
-def _where(options: argparse.Namespace) -> tuple[str, str, Login | None]:
+def _find_address(options: argparse.Namespace) -> tuple[str, str, Login | None]:
     """Return the run's name, the address of its broker, and the login of an observer's token, if
     there is one.
 
@@ -181,7 +181,7 @@ async def _ask_once(bus: Bus, figures: RunFigures, stop: Stop) -> None:
     except NO_ANSWER as error:
         figures.fail()
         figures.is_connected = bus.link.connected.is_set()
-        reason = _why(error)
+        reason = _describe_failure(error)
         if stop.health.state != "failed":
             log.warning("run %s: %s; asking again every %g s", bus.run, reason, ASK_EVERY_S)
         stop.health.set("failed", f"run {bus.run}: {reason}")
@@ -268,7 +268,7 @@ async def _offer(bus: Bus, last: int) -> wire.WeightsOffer | None:
     return message if isinstance(message, wire.WeightsOffer) else None
 
 
-def _why(error: Exception) -> str:
+def _describe_failure(error: Exception) -> str:
     return (
         "its broker does not answer"
         if isinstance(error, TimeoutError | Disconnected)

@@ -31,6 +31,8 @@ ENGINE_DEFAULTS: Final = {
 }
 # By engine the argument with its share of a GPU's memory, and the engine's default.
 SHARES: Final = {"vllm": ("gpu_memory_utilization", 0.9), "sglang": ("mem_fraction_static", 0.88)}
+# By dtype on the wire or in an engine.
+ITEM_BYTES: Final[Mapping[str | None, int]] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 # Engines that need no GPU.
 WEIGHTLESS: Final = ("random", "openai")
 
@@ -195,15 +197,15 @@ def _read_serving(config: dict[str, Any]) -> ServeFacts | None:
         slots=slots,
         kv_gib=args.get("kv_cache_gib"),
         share=float(share),
+        itemsize=ITEM_BYTES.get(rollout["dtype"], 0),
     )
 
 
 def _staging_bytes(train: TrainSection, model: ModelFacts, lora: int) -> int:
     if train.lora and train.lora.send == "adapter":
         return 4 * lora
-    itemsizes = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
     # Without a dtype of their own, weights are sent as they are.
-    return model.parameters * itemsizes.get(train.weights_dtype or "", model.itemsize)
+    return model.parameters * ITEM_BYTES.get(train.weights_dtype, model.itemsize)
 
 
 def lora_parameters(lora: LoraSection, model: ModelFacts) -> int:

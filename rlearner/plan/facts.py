@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal
 
 GIB: Final = 2**30
@@ -93,6 +93,19 @@ class ModelFacts:
     def parameters(self) -> int:
         return sum(self.blocks) + self.embedding + self.outside
 
+    def converted(self, itemsize: int) -> ModelFacts:
+        """Return the same model with weights, keys and values of another width; 0: unchanged."""
+        if itemsize in (0, self.itemsize):
+            return self
+        ratio = itemsize / self.itemsize
+        block = self.activations.block * ratio
+        return replace(
+            self,
+            itemsize=itemsize,
+            kv_bytes=round(self.kv_bytes * ratio),
+            activations=replace(self.activations, block=block),
+        )
+
 
 @dataclass(frozen=True)
 class TrainFacts:
@@ -129,6 +142,7 @@ class ServeFacts:
         slots: sequences whose keys and values are kept, if memory suffices.
         kv_gib: limit of the cache that the configuration sets.
         share: of a GPU's memory that the engine takes; 0 if it takes what it needs.
+        itemsize: bytes per weight in the engine; 0: as in the model.
     """
 
     engine: str
@@ -138,6 +152,7 @@ class ServeFacts:
     slots: int
     kv_gib: float | None = None
     share: float = 0.0
+    itemsize: int = 0
 
 
 @dataclass(frozen=True)

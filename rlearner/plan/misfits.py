@@ -114,7 +114,7 @@ def _server_misfit(work: Workload, machine: Machine) -> Misfit | None:
         )
     memory = {layout: server_memory(model, serve, layout, machine).memory for layout in layouts}
     least = min(layouts, key=lambda layout: memory[layout].total())
-    slot = slot_bytes(model, serve.context, least.tensor)
+    slot = slot_bytes(model.converted(serve.itemsize), serve.context, least.tensor)
     need = memory[least].total() + slot
     limit = min(machine.available, serve.share * machine.memory or machine.available)
     if need <= limit:

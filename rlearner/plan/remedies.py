@@ -71,7 +71,7 @@ def _leaner_settings(work: Workload, machine: Machine) -> Iterator[str]:
         share = math.floor(100 * machine.available / machine.memory) / 100
         if serve.engine in SHARES and serve.share < share:
             yield f"rollout.engine_args.{SHARES[serve.engine][0]}={share:g}"
-        slot = slot_bytes(work.model, serve.context)
+        slot = slot_bytes(work.model.converted(serve.itemsize), serve.context)
         if serve.kv_gib is not None and serve.kv_gib * GIB < slot:
             yield f"rollout.engine_args.kv_cache_gib={math.ceil(10 * slot / GIB) / 10:g}"
         for name, value, least in (
@@ -84,6 +84,8 @@ def _leaner_settings(work: Workload, machine: Machine) -> Iterator[str]:
     if not train.activation_offload:
         yield "train.activation_offload=true"
     if work.model.itemsize > 2:
+        if serve is not None and serve.itemsize not in (1, 2):
+            yield "rollout.dtype=bfloat16"
         yield "model.dtype=bfloat16"
     if serve is not None and serve.engine == "hf":
         yield "rollout.engine=vllm"

@@ -31,6 +31,7 @@ def server_memory(
     model: ModelFacts, serve: ServeFacts, layout: ServerLayout, machine: Machine
 ) -> ServerMemory:
     """Return what a server holds; without a slot if the memory does not suffice for one."""
+    model = model.converted(serve.itemsize)
     tensor = layout.tensor
     over = f" / {tensor} GPUs" if tensor > 1 else ""
     text = f"{model.parameters:,} parameters x {model.itemsize} bytes{over}"

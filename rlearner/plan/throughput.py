@@ -129,6 +129,7 @@ def generate_seconds(
     """Return the seconds in which all servers generate one step's sequences."""
     if not running:
         return math.inf
+    model = model.converted(serve.itemsize)
     at_once = min(running, max(1, math.ceil(step.sequences / servers)))
     read = model.active * model.itemsize / layout.tensor
     read += at_once * slot_bytes(model, 1, layout.tensor) * step.length

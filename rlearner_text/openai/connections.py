@@ -148,7 +148,7 @@ async def read_body(request: web.Request, limit: int) -> bytes:
     """Return the body, read within the time limit.
 
     Raises:
-        HTTPRequestEntityTooLarge: if it is larger than ``limit`` bytes; a declared length is
+        web.HTTPRequestEntityTooLarge: if it is larger than ``limit`` bytes; a declared length is
             checked before reading.
         HttpError: with status 408, if it does not arrive in time.
     """

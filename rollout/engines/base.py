@@ -28,7 +28,7 @@ class EngineConfig:
     Attributes:
         model_path: folder or hub name of weights and tokenizer.
         section: the configuration section ``rollout``.
-        dtype: name of a torch dtype, from ``model.dtype``.
+        dtype: name of a torch dtype, from ``rollout.dtype`` or else ``model.dtype``.
         trust_remote_code: from ``model.trust_remote_code``.
         chat_template: from ``model.chat_template``: None, ``plain`` or the text of a template.
         device: ``cpu``, ``cuda``, or ``auto``: cuda if available.

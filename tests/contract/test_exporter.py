@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from declared_metrics import differences
 from prometheus_client import CollectorRegistry
 from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
@@ -39,7 +40,9 @@ def scrape(figures: RunFigures) -> Values:
     registry.register(figures)
     found: Values = {}
     names = []
-    for family in text_string_to_metric_families(generate_latest(registry).decode()):
+    families = list(text_string_to_metric_families(generate_latest(registry).decode()))
+    assert differences(families) == []
+    for family in families:
         names.append(family.name)
         for one in family.samples:
             found[

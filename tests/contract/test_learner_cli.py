@@ -16,6 +16,7 @@ from pathlib import Path
 import learner_fleet as fleet
 import pytest
 import yaml
+from declared_metrics import undeclared
 
 from broker.contract import wire
 from broker.contract.streams import TICKETS
@@ -171,6 +172,7 @@ async def test_sigterm_leaves_a_checkpoint_and_exit_code_130(
         for line in (tmp_path / run_name / "metrics.jsonl").read_text().splitlines()
     ]
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    assert undeclared(name for line in lines for name in line) == set()
     newest = checkpoint.newest_checkpoint(tmp_path / run_name / "checkpoints")
     assert newest is not None
     assert newest.step == lines[-1]["step"]

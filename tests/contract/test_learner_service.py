@@ -14,6 +14,7 @@ from typing import Any
 import learner_fleet as fleet
 import pytest
 import torch
+from declared_metrics import undeclared
 
 from broker.contract import wire
 from broker.contract.streams import CONTROL, DEAD, MEMBERS, RUNS, SAMPLES, TICKETS, WEIGHTS
@@ -53,7 +54,9 @@ async def run_apart(url: str, config: dict[str, Any]) -> None:
 
 def lines(config: dict[str, Any]) -> list[dict[str, Any]]:
     path = Path(config["run"]["dir"]) / config["run"]["name"] / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    assert undeclared(name for row in rows for name in row) == set()
+    return rows
 
 
 def tickets_of(line: dict[str, Any]) -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from declared_metrics import differences
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse_text
 
@@ -114,6 +115,7 @@ async def test_figures_of_a_process_and_its_streams(
     await asyncio.gather(first.ack(), again.ack())
     _, content_type, text = await asyncio.to_thread(get, f"{made.url}/metrics")
     assert content_type.startswith("text/plain; version=")
+    assert differences(parse_text(text)) == []
     found = {(one.name, one.labels.get("stream") or one.labels.get("state")): one for family in parse_text(text)
              for one in family.samples}  # fmt: skip
     values = {key: one.value for key, one in found.items()}

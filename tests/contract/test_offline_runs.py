@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from declared_metrics import undeclared
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from broker.system.locks import lock
@@ -105,10 +106,9 @@ def words(place: Path, pipeline: str, name: str, *overrides: str) -> list[str]:
 
 def lines(place: Path, name: str) -> list[dict[str, Any]]:
     text = (place / "runs" / name / "metrics.jsonl").read_text()
-    return [
-        {key: value for key, value in json.loads(line).items() if key not in TIMES}
-        for line in text.splitlines()
-    ]
+    rows = [json.loads(line) for line in text.splitlines()]
+    assert undeclared(name for row in rows for name in row) == set()
+    return [{key: value for key, value in row.items() if key not in TIMES} for row in rows]
 
 
 def state(place: Path, name: str, step: int) -> dict[str, bytes]:

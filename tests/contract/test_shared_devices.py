@@ -25,7 +25,7 @@ from broker.runtime.shared_devices import SharedDevices
 from broker.system.devices import device_names, host_name
 from learner.run_folder import noted_address
 
-QUICKSTART = str(Path("rlearner/configs/quickstart.yaml").absolute())
+QUICKSTART = str(Path("configs/quickstart.yaml").absolute())
 COMMAND = [sys.executable, "-m", "rlearner.cli"]
 TINY = "model.tiny={hidden_size: 32, num_layers: 2, num_heads: 2, num_kv_heads: 1, head_dim: 16, intermediate_size: 48}"
 SMALL = (

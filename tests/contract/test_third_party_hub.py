@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import learner_fleet as fleet
+from declared_metrics import undeclared
 
 from broker.contract.streams import DEAD, TICKETS
 from broker.identity import tokens
@@ -86,5 +87,6 @@ async def test_its_groups_are_trained(
     assert {name: last[f"ticket/{name}"] for name in ("issued", "trained", "dropped", "dead", "open")} == {
         "issued": 4, "trained": 4, "dropped": 0, "dead": 0, "open": 0,
     }  # fmt: skip
+    assert undeclared(last) == set()
     assert 1.0 <= last["response_length/mean"] <= 4.0
     assert 0.0 <= last["reward/lake/mean"] <= 1.0

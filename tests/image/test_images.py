@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from image_kit import LOCKED, ROOT, Containers
+from image_kit import LOCKED, ROOT, VERSION, Containers
 
 from broker.cli import parser as broker_parser
 from broker.identity import tokens
@@ -49,7 +49,7 @@ def test_an_image_is_small_and_runs_as_nobody_special(
     # podman 5 or 4
     health = config.get("Healthcheck") or found.get("Healthcheck") or found.get("HealthCheck")
     assert health["Test"] == ["CMD", "rlearner-healthy"]
-    assert config["Labels"]["org.opencontainers.image.version"] == "0.1.0"
+    assert config["Labels"]["org.opencontainers.image.version"] == VERSION
     layers = [
         int(one["size"])
         for one in json.loads(containers.podman("history", "--format", "json", image))

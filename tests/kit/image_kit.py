@@ -13,11 +13,13 @@ import shutil
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[2]
+VERSION: Final[str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 BUILD_S, RUN_S = 2400.0, 300.0
 DEBIAN: Final = "bookworm"
 LOCKED: Final = (
@@ -104,7 +106,7 @@ class Containers:
         name, started = f"localhost/rlearner:{target}", time.monotonic()
         self.call(
             "buildah", "bud", "--format", "docker", "--isolation", "chroot", "--network", "host", "--layers",
-            "--build-arg", f"BASE={base}", "--build-arg", "VERSION=0.1.0", *_of_pip(), "--target", target, "-t", name,
+            "--build-arg", f"BASE={base}", "--build-arg", f"VERSION={VERSION}", *_of_pip(), "--target", target, "-t", name,
             str(ROOT), timeout_s=BUILD_S,
         )  # fmt: skip
         self.seconds[target] = time.monotonic() - started

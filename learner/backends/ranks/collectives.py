@@ -16,17 +16,6 @@ _BUCKET_ELEMENTS: Final = 8 << 20
 
 
 @torch.no_grad()
-def broadcast_from_rank_0(tensors: Sequence[Tensor], device: torch.device) -> None:
-    """Overwrite tensors with those of rank 0."""
-    for tensor in tensors:
-        # An offloaded tensor is on the CPU.
-        local = tensor.to(device)
-        dist.broadcast(local, 0)
-        if local is not tensor:
-            tensor.copy_(local)
-
-
-@torch.no_grad()
 def sum_over_ranks(tensors: Sequence[Tensor], device: torch.device, group: Any = None) -> None:
     """Sum tensors in place over the ranks of a group, or all ranks."""
     bucket: list[Tensor] = []

@@ -117,9 +117,6 @@ def process_rows(view: BrokerView) -> list[dict[str, Any]]:
     """Return the table of the processes."""
     rows = []
     for presence in view.processes:
-        metrics = view.metrics.get(f"{presence.role}.{presence.id}")
-        values = metrics.values if metrics is not None else {}
-        memory = values.get("process/memory_bytes", values.get("process/rss_bytes"))
         state = "asleep" if presence.asleep else presence.state
         busy = str(presence.running)
         if presence.slots:
@@ -143,7 +140,7 @@ def process_rows(view: BrokerView) -> list[dict[str, Any]]:
                 "speed": round(presence.speed) if presence.speed else None,
                 "idle": f"{presence.idle_ratio:.0%}" if presence.idle_ratio >= 0 else None,
                 "idle_sort": presence.idle_ratio,
-                "memory": f"{memory / 2**20:,.0f} MiB" if memory else _format_memory(presence),
+                "memory": _format_memory(presence),
                 "host": presence.host,
                 "pid": str(presence.pid),
                 "serves": serves,

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from nicegui import ui
 
+from broker.telemetry.names import find_metric
 from rlearner.advise.advice import advise
 from rlearner.advise.fit import NotFitted
 from rlearner.console.components import Chart, Grid, Stats, tag
@@ -27,30 +28,36 @@ REFRESHED_S: Final = 1.5  # within which a page is up to date
 EVENTS_SHOWN: Final = 12
 MARKS: Final = 400
 CURVES: Final[tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...]] = (
-    ("Reward", ("reward/mean", "reward/max", "reward/min"), {}),
+    (find_metric("reward/mean").heading, ("reward/mean", "reward/max", "reward/min"), {}),
     (
-        "Success rate in training",
+        find_metric("env/success_rate").heading,
         ("env/success_rate", "env/valid_action_rate"),
         {"low": 0, "high": 1},
     ),
-    ("Staleness in versions", ("staleness/mean", "staleness/max"), {"low": 0}),
+    (find_metric("staleness/mean").heading, ("staleness/mean", "staleness/max"), {"low": 0}),
     ("Idle share", ("trainer/idle_ratio", "rollouter/idle_ratio"), {"low": 0, "high": 1}),
-    ("Throughput in tokens per second", ("perf/tokens_per_s",), {"low": 0}),
+    (find_metric("perf/tokens_per_s").heading, ("perf/tokens_per_s",), {"low": 0}),
     ("Seconds of a step", ("time/wait_for_batch", "time/train", "time/offer_weights"), {"low": 0}),
     ("Loss and KL", ("actor/pg_loss", "actor/ppo_kl", "critic/vf_loss"), {}),
     ("Entropy and gradient norm", ("actor/entropy", "actor/grad_norm"), {}),
-    ("Response length in tokens", ("response_length/mean", "response_length/max"), {"low": 0}),
+    (
+        find_metric("response_length/mean").heading,
+        ("response_length/mean", "response_length/max"),
+        {"low": 0},
+    ),
 )
 TILES: Final = (
-    ("reward", "reward/mean", ""),
-    ("success", "env/success_rate", ""),
-    ("staleness", "staleness/max", "largest"),
-    ("learner idle", "trainer/idle_ratio", ""),
-    ("generator idle", "rollouter/idle_ratio", ""),
-    ("tokens/s", "perf/tokens_per_s", ""),
-    ("entropy", "actor/entropy", ""),
+    "reward/mean",
+    "env/success_rate",
+    "staleness/max",
+    "trainer/idle_ratio",
+    "rollouter/idle_ratio",
+    "perf/tokens_per_s",
+    "actor/entropy",
 )
-LAST: Final = (*(name for _, name, _ in TILES), "eval/success_rate", "eval/step", "time/step")
+LAST: Final = (*TILES, "eval/success_rate", "eval/step", "time/step")
+# First on their chart, which is shown before there are values.
+ALWAYS_SHOWN: Final = ("reward/mean", "env/success_rate")
 SHARES: Final = ("trainer/idle_ratio", "rollouter/idle_ratio")
 
 
@@ -95,7 +102,7 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
                 tag("input", classes="in", name="metrics", data_search="", **search)
             with tag("datalist", id="metrics"):
                 for name in metrics:
-                    tag("option", value=name)
+                    tag("option", value=name, label=find_metric(name).meaning)
             tag("button", "Show", "btn", type="submit")
         marks = _event_marks(events)
         curves: list[Curve] = []
@@ -103,18 +110,10 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
             for name in extra_metrics:
                 _add_curve(curves, name, (name,), bounds={}, lines=lines_by_name, marks=marks)
             with tag("section", classes="panel"):
-                evaluation = Chart(
-                    "Evaluation, with 95 % intervals",
-                    _evaluation_series(results),
-                    marks,
-                    low=0,
-                    high=1,
-                )
+                title = f"{find_metric('eval/success_rate').heading}, with 95 % intervals"
+                evaluation = Chart(title, _evaluation_series(results), marks, low=0, high=1)
             for title, names, bounds in CURVES:
-                if any(name in lines_by_name for name in names) or title in (
-                    "Reward",
-                    "Success rate in training",
-                ):
+                if any(name in lines_by_name for name in names) or names[0] in ALWAYS_SHOWN:
                     _add_curve(
                         curves, title, names, bounds=bounds, lines=lines_by_name, marks=marks
                     )
@@ -248,14 +247,19 @@ def _stat_tiles(run: ConsoleRun, last: dict[str, float], live: BrokerView) -> li
             "note": f"of {run.steps:,}{_time_left(run, step, last)}",
         },
     ]
-    for label, name, note in TILES:
+    for name in TILES:
         value = last.get(name)
         text: Any = f"{value:.0%}" if value is not None and name in SHARES else value
-        stats.append({"key": name, "label": label, "value": text, "note": note})
+        stats.append({"key": name, "label": find_metric(name).title, "value": text, "note": ""})
     if "eval/success_rate" in last:
         at = f"after step {last['eval/step']:.0f}" if "eval/step" in last else ""
         stats.append(
-            {"key": "eval", "label": "evaluation", "value": last["eval/success_rate"], "note": at}
+            {
+                "key": "eval",
+                "label": find_metric("eval/success_rate").title,
+                "value": last["eval/success_rate"],
+                "note": at,
+            }
         )
     if learner is not None:
         stats.append(

@@ -14,6 +14,7 @@ from nicegui import ui
 from nicegui.events import GenericEventArguments
 
 from broker.errors import UserError
+from broker.telemetry.names import find_metric
 from rlearner.console.components import Chart, Grid, tag
 from rlearner.console.index.answers import RunRow, SettingDifference
 from rlearner.console.index.runs import setting_differences
@@ -38,10 +39,10 @@ COLUMNS: Final[list[dict[str, Any]]] = [
     {"key": "name", "title": "run"},
     {"key": "state", "title": "state", "kind": "pill"},
     {"key": "steps", "title": "steps", "n": True},
-    {"key": "reward", "title": "reward", "n": True},
-    {"key": "success", "title": "success", "n": True},
-    {"key": "eval", "title": "evaluation", "n": True},
-    {"key": "speed", "title": "tokens/s", "n": True},
+    {"key": "reward", "title": find_metric("reward/mean").title, "n": True},
+    {"key": "success", "title": find_metric("env/success_rate").title, "n": True},
+    {"key": "eval", "title": find_metric("eval/success_rate").title, "n": True},
+    {"key": "speed", "title": find_metric("perf/tokens_per_s").title, "n": True},
     {"key": "algorithm", "title": "algorithm"},
     {"key": "domains", "title": "domains"},
     {"key": "changed", "title": "last change", "n": True},

@@ -171,7 +171,7 @@ class SGLangRequestQueue:
         """Return the server's answer for a context, with the k likeliest tokens.
 
         Raises:
-            Refused, ConnectionError: if the server does not answer.
+            SGLangRequestError, ConnectionError: if the server does not answer.
         """
         assert self.api is not None
         body = score_body(uuid.uuid4().hex, tokens, k, f"weights-{self.loads}")

@@ -97,7 +97,7 @@ def test_trusted_owner_is_refused_secrets_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "preset", sorted(Path("rlearner/configs").glob("*.yaml")), ids=lambda path: path.stem
+    "preset", sorted(Path("configs").glob("*.yaml")), ids=lambda path: path.stem
 )
 def test_shipped_configurations(preset: Path) -> None:
     config = load(str(preset))

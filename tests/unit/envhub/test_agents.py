@@ -593,7 +593,7 @@ async def test_an_agent_on_the_openai_client(play: Play, tokenizer: Tokenizer) -
     guesses = {1: "3", 2: "12", 3: "14"}  # which is what its seed makes the secret
     policy = Policy(tokenizer, lambda context: guesses[context.count("assistant")])
     played = await play(
-        "", policy, env_args={"command": ["python", str(ROOT / "rlearner/configs/agents/guess.py")]}
+        "", policy, env_args={"command": ["python", str(ROOT / "configs/agents/guess.py")]}
     )
     (one,) = played.trajectories
     text = tokenizer.decode(one.token_ids.array(), skip_special_tokens=False)

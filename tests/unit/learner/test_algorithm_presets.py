@@ -21,7 +21,7 @@ from learner.config import AlgorithmSection
 from rollout.engines.args import HFArgs
 
 ROOT = Path(__file__).parents[3]
-PRESETS = sorted(path.stem for path in (ROOT / "rlearner" / "configs" / "algorithm").glob("*.yaml"))
+PRESETS = sorted(path.stem for path in (ROOT / "configs" / "algorithm").glob("*.yaml"))
 DOC = (ROOT / "docs" / "algorithms.md").read_text(encoding="utf-8")
 
 

@@ -21,8 +21,7 @@ from learner.backends.torch import TorchBackend
 from learner.config import AlgorithmSection, CriticSection, TrainSection
 
 PRESETS = sorted(
-    path.stem
-    for path in (Path(__file__).parents[3] / "rlearner" / "configs" / "algorithm").glob("*.yaml")
+    path.stem for path in (Path(__file__).parents[3] / "configs" / "algorithm").glob("*.yaml")
 )
 STEPS, GROUPS, GROUP_SIZE = 14, 6, 6
 

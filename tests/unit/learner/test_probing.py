@@ -27,18 +27,22 @@ class EqualTokens:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "wire_dtype", "tolerance"),
+    ("dtype", "converted", "tolerance"),
     [
-        ("float32", None, 5e-3),
-        ("float32", "bfloat16", 0.25),
-        ("bfloat16", "fp8", 0.25),
-        ("float16", None, 0.05),
+        ("float32", (), 5e-3),
+        ("float32", (None, None), 5e-3),
+        ("float32", ("bfloat16", None), 0.25),
+        ("float32", ("fp8", "bfloat16"), 0.25),
+        ("float32", ("fp8", None), 5e-3),
+        ("bfloat16", ("fp8", None), 0.25),
+        ("float16", (), 0.05),
+        ("bfloat16", ("float32", "float32"), 0.25),
     ],
 )
 def test_tolerance_is_that_of_the_coarser_dtype(
-    dtype: str, wire_dtype: str | None, tolerance: float
+    dtype: str, converted: tuple[str | None, ...], tolerance: float
 ) -> None:
-    probe = WeightProbe(EqualTokens(), dtype, wire_dtype).make()  # type: ignore[arg-type]
+    probe = WeightProbe(EqualTokens(), dtype, converted).make()  # type: ignore[arg-type]
     assert probe.tolerance == tolerance
     assert len(probe.token_ids.array()) == RANDOM_TOKENS
     assert probe.logprobs.array() == pytest.approx([-math.log(50)] * (RANDOM_TOKENS - 1))

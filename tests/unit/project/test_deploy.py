@@ -23,7 +23,7 @@ from broker.contract.permissions import JOINING
 from broker.contract.streams import GENERATE, STREAMS, WEIGHTSYNC
 from broker.settings.runspec import load, section, validate
 from broker.system.entry import EXIT_STOPPED, EXIT_USER_ERROR
-from broker.telemetry.families import QUEUE_DEPTH
+from broker.telemetry.page_metrics import PAGE_METRICS
 from envhub.cli import parser as envhub_parser
 from learner.config import TrainSection
 from rewardhub.cli import parser as rewardhub_parser
@@ -301,7 +301,7 @@ def test_hubs_follow_queues_that_the_exporter_reports() -> None:
                 r'sum\((\w+)\{run="main", stream="(\w+)"\}\)', trigger["metadata"]["query"]
             )
             assert found is not None
-            assert found[1] == f"rlearner_{QUEUE_DEPTH}"
+            assert "subject" in PAGE_METRICS[found[1].removeprefix("rlearner_")].labels
             assert streams[found[2]].reads(scaled["spec"]["scaleTargetRef"]["name"])
 
 
@@ -366,17 +366,12 @@ def dockerfile() -> str:
 
 def test_the_image_has_every_package_and_nothing_else() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    patterns = project["tool"]["setuptools"]["packages"]["find"]["include"]
-    packages = {
-        file.parent.name
-        for pattern in patterns
-        for file in ROOT.glob(f"{pattern}/__init__.py")
-        if file.parent.is_dir()
-    }
+    mapped = project["tool"]["setuptools"]["package-dir"]
+    packages = {*project["tool"]["importlinter"]["root_packages"], *mapped.values()}
     assert set(re.findall(r"^COPY (\w+) /src/\1$", dockerfile(), re.MULTILINE)) == packages
     ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     assert next(line for line in ignored if not line.startswith("#")) == "*"
-    files = {"LICENSE", "README.md", "pyproject.toml", "requirements", "deploy"}
+    files = {"LICENSE", "README.md", "pyproject.toml", "setup.py", "requirements", "deploy"}
     assert {line[1:] for line in ignored if line.startswith("!")} == packages | files | {
         "deploy/containers"
     }

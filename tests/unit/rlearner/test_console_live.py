@@ -19,7 +19,7 @@ from rlearner.console.state import ConsoleRun
 
 
 def metrics(process: str) -> wire.Metrics:
-    return wire.Metrics(role="envhub", id=process, time=1.0, values={"process/memory_bytes": 1.0})
+    return wire.Metrics(role="envhub", id=process, time=1.0, values={"process/cpu_s": 1.0})
 
 
 def test_metrics_of_dead_processes_are_forgotten(tmp_path: Path) -> None:

@@ -103,6 +103,20 @@ def test_slots_of_a_server() -> None:
     assert shared.slots > 4 * held.slots
 
 
+def test_a_server_that_computes_in_another_dtype() -> None:
+    serve = demands("rollout.max_running=1000", "rollout.dtype=float32").serve
+    half = demands("rollout.max_running=1000", "rollout.dtype=bfloat16").serve
+    assert serve is not None
+    assert half is not None
+    assert MODEL.itemsize == 2
+    wide = server_memory(MODEL, serve, ServerLayout(1), H100)
+    narrow = server_memory(MODEL, half, ServerLayout(1), H100)
+    assert narrow == server_memory(MODEL, replace(half, itemsize=0), ServerLayout(1), H100)
+    assert wide.memory.parts[0].size == 4 * MODEL.parameters
+    assert wide.memory.parts[0].size == 2 * narrow.memory.parts[0].size
+    assert wide.slots < narrow.slots / 2
+
+
 def test_plans_are_ranked_and_fit() -> None:
     found = plans()
     assert [one.times.step_s for one in found] == sorted(one.times.step_s for one in found)

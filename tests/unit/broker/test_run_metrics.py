@@ -1,52 +1,20 @@
-"""Names of metrics in Prometheus: one rule, and no two of ours are the same."""
+"""Declared metrics: their names in Prometheus follow one rule, and no two are the same."""
 
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector, CollectorRegistry
 
 from broker.telemetry import families as families_module
+from broker.telemetry.declarations import MetricDeclaration
 from broker.telemetry.families import Families
-from broker.telemetry.names import COUNTERS, PATTERNS, prometheus_name
+from broker.telemetry.names import prometheus_name
+from broker.telemetry.run_metrics import RUN_METRICS
 from learner.credit.ledger import Ledger
 from learner.credit.ticket_rules import TicketRules
-
-ROOT = Path(__file__).parents[3]
-ROOMS = (
-    "broker/weights",
-    "broker/server",
-    "broker/system",
-    "learner",
-    "rollout",
-    "envhub",
-    "rewardhub",
-)
-# beginnings of the names that processes report
-GROUPS = "reward|reward_parts|env|eval|response_length|staleness|off_policy|actor|critic|rollout_corr|filter|trainer"
-GROUPS += (
-    "|disk|broker|rollouter|time|perf|queue|ticket|weights|envhub|rewardhub|rollout|process|turns"
-)
-REPORTED = re.compile(rf'(f?)"((?:{GROUPS})/[a-z_{{}}./]+[a-z_}}])"')
-OTHER_USES = {
-    "eval/loss",
-    "eval/perplexity",
-    "envhub/envs",
-    "rewardhub/rewards",
-}  # offline training, which no process reports; folders
-
-
-def reported() -> set[str]:
-    """Every name that stands in the code, with a placeholder for what is filled in."""
-    found = set()
-    for room in ROOMS:
-        for file in (ROOT / room).rglob("*.py"):
-            for _, name in REPORTED.findall(file.read_text(encoding="utf-8")):
-                found.add(re.sub(r"\{[^}]*\}", "x", name))
-    return found - OTHER_USES
 
 
 @pytest.mark.parametrize(
@@ -95,35 +63,38 @@ def test_the_rule(metric: str, sample: str, labels: dict[str, str], scale: float
 
 
 def test_no_two_metrics_have_the_same_name() -> None:
-    names = reported() | set(PATTERNS) | {one for one in COUNTERS if "<" not in one}
-    assert {
-        "actor/grad_norm",
-        "weights/failures",
-        "envhub/groups",
-        "ticket/issued",
-        "time/wait_for_batch",
-    } <= names
     by_name: dict[str, set[str]] = {}
-    for name in names:
-        found = prometheus_name(re.sub(r"<\w+>", "x", name))
-        assert re.fullmatch(r"rlearner_[a-z0-9_]+", found.sample)
-        by_name.setdefault(found.name, set()).add(found.source)
-    assert {name: sources for name, sources in by_name.items() if len(sources) > 1} == {}
+    for metric in RUN_METRICS:
+        example = re.sub(r"<\w+>", "x", metric.name).replace("*", "x/y")
+        prometheus = prometheus_name(example)
+        assert re.fullmatch(r"rlearner_[a-z0-9_]+", prometheus.sample)
+        by_name.setdefault(prometheus.name, set()).add(metric.name)
+    assert {name: metrics for name, metrics in by_name.items() if len(metrics) > 1} == {}
+    assert len({metric.name for metric in RUN_METRICS}) == len(RUN_METRICS)
 
 
-def test_counters_are_metrics_that_the_code_reports() -> None:
+@pytest.mark.parametrize("metric", RUN_METRICS, ids=lambda metric: metric.name)
+def test_declared_units_and_meanings(metric: MetricDeclaration) -> None:
+    assert metric.meaning[0].isupper()
+    assert metric.meaning.endswith(".")
+    sample = prometheus_name(metric.name).name
+    if sample.endswith("_seconds"):
+        assert metric.unit == "seconds"
+    if sample.endswith("_bytes"):
+        assert metric.unit == "bytes"
+    if sample.endswith("_per_second"):
+        assert metric.unit.endswith("/s")
+    if re.search(r"(_ratio|_rate|_fraction|clipfrac)$", sample):
+        assert metric.unit == "share"
+
+
+def test_tickets_that_are_not_open_only_grow() -> None:
     rules = TicketRules(
         steps=1, groups_per_step=1, max_staleness=0, on_late="wait", seed=0, domains=()
     )
-    tickets = {f"ticket/{name}" for name in Ledger(rules).counts()}
-    names = reported() | tickets
-    unknown = {
-        one
-        for one in COUNTERS
-        if not any(re.fullmatch(re.sub(r"<\w+>", "[a-z_]+", one), it) for it in names)
-    }
-    assert unknown == set()
-    assert tickets - COUNTERS == {"ticket/open"}, "only these go down"
+    tickets = {name: prometheus_name(f"ticket/{name}").metric for name in Ledger(rules).counts()}
+    growing = {name for name, metric in tickets.items() if metric.kind == "counter"}
+    assert growing == tickets.keys() - {"open"}
 
 
 class Fixed(Collector):
