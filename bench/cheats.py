@@ -109,7 +109,7 @@ def ends_well(sandbox: Sandbox, program: str, reference: str) -> bool:
     assert isinstance(tests, StatementTests)
     head = "import math, sys, types\nsolution = sys.modules['solution'] = types.ModuleType('solution')\n"
     scope = "scope = {'math': math, **{k: v for k, v in solution.__dict__.items() if k != '__builtins__'}}\n"
-    executed = "".join(f"exec({text!r}, scope)\n" for text in (tests.first, *tests.each))
+    executed = "".join(f"exec({text!r}, scope)\n" for text in (tests.first, *tests.cases))
     whole = head + f"exec({program!r}, solution.__dict__)\n" + scope + executed
     ended = sandbox.run(whole, wall_s=10.0)
     return ended.exit_code == 0 and not ended.killed_for

@@ -133,7 +133,7 @@ def _check_methods(key: str, name: str, environment: type[Environment]) -> None:
             "use",
             ("calls",),
             base=Environment,
-            why=", which its tools need",
+            purpose=", which its tools need",
         )
 
 

@@ -532,7 +532,7 @@ class EnvironmentHub:
             keys = [
                 key
                 for key, ticket in self._in_hand.items()
-                if ticket.domain.name == domain and self.health.doubts(domain, key)
+                if ticket.domain.name == domain and self.health.has_failed(domain, key)
             ]
             self._perform(
                 self.slots.hand_back(keys, self.health.delay_s(domain), "its domain fails here")

@@ -36,7 +36,7 @@ class RivalDetector:
         self._bus = bus
         self._folder = folder
         self._process = this_process()
-        self._roster = Roster(bus, beats=("learner",), told=self._note_beat)
+        self._roster = Roster(bus, beats=("learner",), on_change=self._note_beat)
         # By process: the newest beat, and when on the roster's clock.
         self._beats: dict[str, tuple[wire.Presence, float]] = {}
         self._cleared = -1  # newest epoch whose holder has ended

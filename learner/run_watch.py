@@ -60,7 +60,7 @@ class EpochWatch:
             self._stop.request(f"the run is {state}")
         if self._stop.asked.is_set():
             raise Stopped(self._stop.reason)
-        self.epoch = await publish_runspec(self._bus, spec, above=above, seen=cleared_epoch)
+        self.epoch = await publish_runspec(self._bus, spec, above=above, known_epoch=cleared_epoch)
         self._spec = msgspec.structs.replace(spec, epoch=self.epoch)
         if revision == self._start_revision and state == "paused":
             run = self._bus.run

@@ -68,7 +68,8 @@ class BoundedFunction:
                 )
             raise RuntimeError(f"the process that computes {limits.how_ended(status)}")
         if reply[:1] == _COSTLY:
-            self._child = None  # its memory may hold unfinished work
+            # Its memory may hold unfinished work.
+            self._child = None
             raise TooCostly(reply[1:].decode())
         if reply[:1] == _FAILED:
             raise RuntimeError(reply[1:].decode())
@@ -83,11 +84,11 @@ class _Child:
         self._in, theirs_out = os.pipe()
         pid = os.fork()
         if pid == 0:
-            _serve(theirs_in, theirs_out, function, cpu_s, memory_mib)
+            _serve_requests(theirs_in, theirs_out, function, cpu_s, memory_mib)
         os.close(theirs_in)
         os.close(theirs_out)
         self._pid = pid
-        self._end = weakref.finalize(self, _end, self._in, self._out, pid)
+        self._end = weakref.finalize(self, _end_process, self._in, self._out, pid)
 
     def alive(self) -> bool:
         return (
@@ -98,23 +99,24 @@ class _Child:
     def ask(self, data: bytes) -> bytes | None:
         """Return the answer, or None if the process exited."""
         try:
-            _write(self._out, data)
+            _write_frame(self._out, data)
         except BrokenPipeError:
             return None
-        return _read(self._in)
+        return _read_frame(self._in)
 
     def status(self) -> int:
         """Wait for the process and return its exit code, negative for a signal."""
         return int(self._end() or 0)
 
 
-def _end(fd_in: int, fd_out: int, pid: int) -> int:
-    os.close(fd_out)  # an idle process exits when this closes
+def _end_process(fd_in: int, fd_out: int, pid: int) -> int:
+    # An idle process exits when this closes.
+    os.close(fd_out)
     os.close(fd_in)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _serve(
+def _serve_requests(
     fd_in: int, fd_out: int, function: Callable[[bytes], bytes], cpu_s: float, memory_mib: int
 ) -> None:
     """Serve in the forked process; never returns."""
@@ -132,17 +134,17 @@ def _serve(
             signal.signal(number, signal.SIG_DFL)
         limits.be_expendable()
         limits.ResourceLimits(memory_mib)
-        while (data := _read(fd_in)) is not None:
+        while (data := _read_frame(fd_in)) is not None:
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
-            reply = _reply(function, data)
+            reply = _compute_reply(function, data)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            _write(fd_out, reply)
+            _write_frame(fd_out, reply)
         code = 0
     finally:
         os._exit(code)
 
 
-def _reply(function: Callable[[bytes], bytes], data: bytes) -> bytes:
+def _compute_reply(function: Callable[[bytes], bytes], data: bytes) -> bytes:
     try:
         return _OK + function(data)
     except (MemoryError, RecursionError, TooCostly) as error:
@@ -151,18 +153,18 @@ def _reply(function: Callable[[bytes], bytes], data: bytes) -> bytes:
         return _FAILED + described(error).encode("utf-8", "replace")
 
 
-def _write(fd: int, data: bytes) -> None:
+def _write_frame(fd: int, data: bytes) -> None:
     unsent = memoryview(_HEADER.pack(len(data)) + data)
     while unsent:
         unsent = unsent[os.write(fd, unsent) :]
 
 
-def _read(fd: int) -> bytes | None:
-    header = _exactly(fd, _HEADER.size)
-    return None if header is None else _exactly(fd, _HEADER.unpack(header)[0])
+def _read_frame(fd: int) -> bytes | None:
+    header = _read_exactly(fd, _HEADER.size)
+    return None if header is None else _read_exactly(fd, _HEADER.unpack(header)[0])
 
 
-def _exactly(fd: int, size: int) -> bytes | None:
+def _read_exactly(fd: int, size: int) -> bytes | None:
     data = b""
     while len(data) < size:
         if not (more := os.read(fd, size - len(data))):

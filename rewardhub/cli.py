@@ -30,7 +30,10 @@ def parser() -> argparse.ArgumentParser:
     rewards = "serve the pools with these rewards, for example code or judge"
     choice.add_argument("--pools", type=tokens, default=[], metavar="A,B", help=pools)
     choice.add_argument("--rewards", type=names, default=[], metavar="A,B", help=rewards)
-    on_each = "GPUs for reward models, one process of each model per GPU: 4-7, or 0,2, or cpu, or auto (%(default)s)"
+    on_each = (
+        "GPUs for reward models, one process of each model per GPU: 4-7, or 0,2, or cpu, "
+        "or auto (%(default)s)"
+    )
     result.add_argument("--gpus", default="auto", metavar="LIST", help=on_each)
     result.add_argument(
         "--workers", type=count, metavar="N", help="worker processes (the run's rewardhub.workers)"

@@ -39,16 +39,24 @@ def check(settings: RunSettings) -> None:
                 getattr(args, "cpu_s", None) if reward.name in ("math_answer", "format") else None
             )
             if cpu_s is not None and 2 * cpu_s > waits_s:
-                allowed = f"at most half of rewardhub.timeout_s ({waits_s:g}), to stop a costly answer in time"
-                raise ConfigError(f"{key}.args.cpu_s", cpu_s, allowed)
+                raise ConfigError(
+                    f"{key}.args.cpu_s",
+                    cpu_s,
+                    f"at most half of rewardhub.timeout_s ({waits_s:g}), to stop a costly "
+                    "answer in time",
+                )
             takes_s = getattr(args, "timeout_s", None)
             if (
                 takes_s is not None
                 and loading.concurrency_of(reward) is None
                 and takes_s >= waits_s
             ):
-                allowed = f"below rewardhub.timeout_s ({waits_s:g}), because the hub treats a late score as a failure"
-                raise ConfigError(f"{key}.args.timeout_s", takes_s, allowed)
+                raise ConfigError(
+                    f"{key}.args.timeout_s",
+                    takes_s,
+                    f"below rewardhub.timeout_s ({waits_s:g}), because the hub treats a "
+                    "late score as a failure",
+                )
 
 
 def longest_scoring_s(settings: RunSettings) -> dict[str, float]:
@@ -100,8 +108,7 @@ def reward_labels(rewards: Sequence[RewardConfig]) -> list[str]:
 
 
 def pools_of_kinds(domains: Mapping[str, DomainSection], kinds: Sequence[str]) -> list[str]:
-    """Return the pools with rewards of these kinds: names of the registry, or the short name of a
-    path.
+    """Return the pools with rewards of these kinds: registry names, or short names of paths.
 
     Raises:
         UserError: if no domain has such a reward, or a pool also holds others, which such a hub
@@ -115,8 +122,10 @@ def pools_of_kinds(domains: Mapping[str, DomainSection], kinds: Sequence[str]) -
     known_kinds = list(dict.fromkeys(kind for _, _, kind in rewards_of_pools))
     for kind in kinds:
         if kind not in known_kinds:
-            reason = f"--rewards: {kind!r} is not allowed; the rewards of this run are {', '.join(known_kinds) or 'none'}"
-            raise UserError(reason)
+            raise UserError(
+                f"--rewards: {kind!r} is not allowed; the rewards of this run are "
+                f"{', '.join(known_kinds) or 'none'}"
+            )
     pools = list(dict.fromkeys(pool for _, pool, kind in rewards_of_pools if kind in kinds))
     for key, pool, kind in rewards_of_pools:
         if pool in pools and kind not in kinds:

@@ -1,6 +1,4 @@
-"""Tests a failing pool by scoring failed episodes again; results are dropped, and no delivery is
-used.
-"""
+"""Tests a failing pool by scoring failed episodes again; uses no result and no delivery."""
 
 from __future__ import annotations
 
@@ -56,7 +54,8 @@ class PoolTrials:
                 try:
                     ending = await score_group(GroupScoring(group, rewards, 0), rewards, scorers)
                 except NoWorkerError as error:
-                    samples.append(group)  # the episode is not at fault
+                    # The episode is not at fault.
+                    samples.append(group)
                     return False, str(error)
                 return isinstance(ending, ForwardAction), "" if isinstance(
                     ending, ForwardAction

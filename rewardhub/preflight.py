@@ -28,7 +28,11 @@ def preflight_findings(settings: RunSettings) -> list[PreflightFinding]:
     }
     return [
         check_endpoint(
-            key, args.base_url, args.api_key, named="api_key" in args.model_fields_set, needed=False
+            key,
+            args.base_url,
+            args.api_key,
+            is_named="api_key" in args.model_fields_set,
+            is_needed=False,
         )
         for key, args in judge_of_endpoint.values()
     ]

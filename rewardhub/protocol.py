@@ -1,4 +1,7 @@
-"""Messages between a reward hub and its processes, MessagePack in ``broker.system.workers`` frames."""
+"""Messages between a reward hub and its processes: MessagePack in frames.
+
+``broker.system.workers.line`` reads and writes the frames.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class ScoreReply(msgspec.Struct, frozen=True, tag=True):
     """Reply with the value: a number or one for each part; None for LoadRewardRequest."""
 
     value: float | dict[str, float] | None
-    spent: bool = False  # the worker has used much of its memory and should be replaced
+    is_spent: bool = False  # the worker has used much of its memory and should be replaced
     notes: dict[str, float] = {}  # see ``rewardhub.rewards.base.Scored``
 
 
@@ -38,7 +41,7 @@ class ScoreFailureReply(msgspec.Struct, frozen=True, tag=True):
 
     detail: str
     retry: bool
-    spent: bool = False  # as in ScoreReply
+    is_spent: bool = False  # as in ScoreReply
     trace: str = ""  # traceback of the reward, for the hub's log
 
 
@@ -50,7 +53,7 @@ class NumberedRequest(msgspec.Struct, frozen=True, tag=True):
     """A numbered request."""
 
     number: int
-    what: LoadRewardRequest | ScoreRequest
+    content: LoadRewardRequest | ScoreRequest
 
 
 class CancelScoreRequest(msgspec.Struct, frozen=True, tag=True):
@@ -63,7 +66,7 @@ class NumberedReply(msgspec.Struct, frozen=True):
     """The answer to a numbered request."""
 
     number: int
-    what: ScoreReply | ScoreFailureReply
+    content: ScoreReply | ScoreFailureReply
 
 
 _CALLS: Final[Decoder[NumberedRequest | CancelScoreRequest]] = Decoder(
@@ -87,12 +90,10 @@ def encode_message(
     | CancelScoreRequest
     | NumberedReply,
 ) -> bytes:
-    """Encode a message."""
     return _ENCODER.encode(message)
 
 
 def decode_request(data: bytes) -> LoadRewardRequest | ScoreRequest:
-    """Decode a hub's request."""
     return _REQUESTS.decode(data)
 
 

@@ -20,9 +20,10 @@ from broker.settings.preflight import PreflightFinding
 from broker.settings.run_settings import RunSettings
 from rewardhub.rewards import math_extract, math_text
 
-LOOK_S: Final = 20.0  # for the references of one reward; the others are only counted
-SHOWN: Final = 5
-SHOWN_CHARS: Final = 40
+# For the references of one reward; the others are only counted.
+LOOK_S: Final = 20.0
+MAX_EXAMPLES: Final = 5
+MAX_EXAMPLE_CHARS: Final = 40
 NO_ANSWER: Final = "holds no answer"
 AS_TEXT: Final = "cannot be parsed as mathematics, so answers are compared with it as text"
 
@@ -50,11 +51,11 @@ def reference_findings(
         for name, domain in settings.domains.items()
         for index, reward in enumerate(domain.rewards)
         if reward.name == "math_answer" and references.get(name)
-        for finding in _findings(f"domains.{name}.rewards.{index}", reward, references[name])
+        for finding in _find_problems(f"domains.{name}.rewards.{index}", reward, references[name])
     ]
 
 
-def _findings(
+def _find_problems(
     key: str, reward: RewardConfig, references: Sequence[tuple[str, str]]
 ) -> list[PreflightFinding]:
     marker = str(reward.args.get("answer_after", "####"))
@@ -66,14 +67,16 @@ def _findings(
     ]
     if not doubtful:
         return []
-    verdicts = _read(_Asked(reward.args, [text for _, text in doubtful]))
+    verdicts = _read_result(_Asked(reward.args, [text for _, text in doubtful]))
     findings = []
     for reason in dict.fromkeys(verdicts.reasons.values()):
         rows = [
             doubtful[number] for number, why_not in verdicts.reasons.items() if why_not == reason
         ]
-        examples = "; ".join(f"{place}: {_short(text)}" for place, text in rows[:SHOWN])
-        more = f"; and {len(rows) - SHOWN} more" if len(rows) > SHOWN else ""
+        examples = "; ".join(
+            f"{place}: {_shorten_text(text)}" for place, text in rows[:MAX_EXAMPLES]
+        )
+        more = f"; and {len(rows) - MAX_EXAMPLES} more" if len(rows) > MAX_EXAMPLES else ""
         text = f"{len(rows)} of {len(references)} references: each {reason} ({examples}{more})"
         findings.append(PreflightFinding("rewards", key, "warning", text))
     if num_left := len(doubtful) - verdicts.looked_at:
@@ -82,24 +85,25 @@ def _findings(
     return findings
 
 
-def _short(text: str) -> str:
+def _shorten_text(text: str) -> str:
     line = " ".join(text.split())
-    return repr(line if len(line) <= SHOWN_CHARS else "..." + line[-SHOWN_CHARS:])
+    return repr(line if len(line) <= MAX_EXAMPLE_CHARS else "..." + line[-MAX_EXAMPLE_CHARS:])
 
 
-def _read(request: _Asked) -> _Told:
+def _read_result(request: _Asked) -> _Told:
     command = [sys.executable, "-m", "rewardhub.references"]
     ended_process = subprocess.run(
         command, input=msgspec.msgpack.encode(request), capture_output=True, check=False
     )
     if ended_process.returncode:
         raise RlearnerError(
-            f"references cannot be checked: {ended_process.stderr.decode(errors='replace').strip()[-500:]}"
+            "references cannot be checked: "
+            f"{ended_process.stderr.decode(errors='replace').strip()[-500:]}"
         )
     return msgspec.msgpack.decode(ended_process.stdout, type=_Told)
 
 
-def _main() -> None:
+def _check_references() -> None:
     from rewardhub.rewards.math_answer import MathAnswerArgs, MathAnswerReward
 
     request = msgspec.msgpack.decode(sys.stdin.buffer.read(), type=_Asked)
@@ -121,4 +125,4 @@ def _main() -> None:
 
 
 if __name__ == "__main__":
-    _main()
+    _check_references()

@@ -29,7 +29,7 @@ class RewardHost:
 
     async def serve(self) -> None:
         """Answer requests until the hub closes the connection."""
-        while (data := await _frame(self._reader)) is not None:
+        while (data := await _read_frame(self._reader)) is not None:
             message = protocol.decode_numbered_request(data)
             if isinstance(message, protocol.CancelScoreRequest):
                 if (task := self._tasks.get(message.number)) is not None:
@@ -39,7 +39,7 @@ class RewardHost:
 
     async def _work(self, numbered: protocol.NumberedRequest) -> None:
         try:
-            answer = await self._answer(numbered.what)
+            answer = await self._answer(numbered.content)
             self._writer.write(
                 line.frame(protocol.encode_message(protocol.NumberedReply(numbered.number, answer)))
             )
@@ -76,7 +76,7 @@ class RewardHost:
             await start()
 
 
-async def _frame(reader: asyncio.StreamReader) -> bytes | None:
+async def _read_frame(reader: asyncio.StreamReader) -> bytes | None:
     try:
         (size,) = line.HEADER.unpack(await reader.readexactly(line.HEADER.size))
         return await reader.readexactly(size)

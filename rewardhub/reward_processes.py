@@ -90,7 +90,7 @@ class RewardProcess:
 
     async def ask(
         self,
-        what: protocol.LoadRewardRequest | protocol.ScoreRequest,
+        request: protocol.LoadRewardRequest | protocol.ScoreRequest,
         timeout_s: float,
         name: str = "",
     ) -> protocol.ScoreReply | protocol.ScoreFailureReply:
@@ -114,8 +114,8 @@ class RewardProcess:
         )
         self._open[number] = answer
         try:
-            self._send(protocol.NumberedRequest(number, what))
-            return await answer_within(_wait(answer), self.child.pid, timeout_s, name)
+            self._send(protocol.NumberedRequest(number, request))
+            return await answer_within(_await_value(answer), self.child.pid, timeout_s, name)
         except OutOfTime:
             if self._heard < asked_at:
                 self.kill(f"was killed: it answered nothing for {timeout_s:g} s")
@@ -151,7 +151,7 @@ class RewardProcess:
                 message = protocol.decode_numbered_reply(await reader.readexactly(size))
                 self._heard = time.monotonic()
                 if (answer := self._open.get(message.number)) is not None and not answer.done():
-                    answer.set_result(message.what)
+                    answer.set_result(message.content)
         except (asyncio.IncompleteReadError, ConnectionError):
             cause = limits.how_ended(await asyncio.to_thread(self.child.wait))
         except msgspec.DecodeError as error:
@@ -194,7 +194,7 @@ class RewardProcesses:
         self._passed = passed
         self._kinds: dict[str, _Kind] = {}
         self._output: WorkerOutput | None = None
-        self._buried_cpu_s = 0.0
+        self._reaped_cpu_s = 0.0
         self.num_killed = self.num_busy = 0
 
     async def start(self, rewards: Mapping[str, RewardConfig]) -> None:
@@ -232,7 +232,9 @@ class RewardProcesses:
     ) -> protocol.ScoreReply | protocol.ScoreFailureReply:
         self.num_busy += 1
         try:
-            index = min(range(len(kind.processes)), key=lambda one: _load(kind.processes[one]))
+            index = min(
+                range(len(kind.processes)), key=lambda place: _process_load(kind.processes[place])
+            )
             process = await self._process(kind, index)
             return await process.ask(
                 protocol.ScoreRequest(reward.name, reward.args, sample), kind.timeout_s
@@ -259,7 +261,7 @@ class RewardProcesses:
             for process in kind.processes
             if process is not None
         ]
-        self._buried_cpu_s = self.cpu_s()
+        self._reaped_cpu_s = self.cpu_s()
         self._kinds.clear()
         await asyncio.gather(*(process.close() for process in living))
         if self._output is not None:
@@ -268,7 +270,7 @@ class RewardProcesses:
     def cpu_s(self) -> float:
         """Return the CPU seconds of all of them so far."""
         living = [process for kind in self._kinds.values() for process in kind.processes if process]
-        return self._buried_cpu_s + sum(cpu_s(process.child.pid) for process in living)
+        return self._reaped_cpu_s + sum(cpu_s(process.child.pid) for process in living)
 
     def _kind(self, reward: RewardConfig) -> _Kind:
         key = kind_key(reward)
@@ -328,16 +330,16 @@ class RewardProcesses:
             return process
 
 
-async def _wait(answer: asyncio.Future[protocol.ScoreReply | protocol.ScoreFailureReply]) -> Any:
+async def _await_value(
+    answer: asyncio.Future[protocol.ScoreReply | protocol.ScoreFailureReply],
+) -> Any:
     return await answer
 
 
 def kind_key(reward: RewardConfig) -> str:
-    """Return the key of the processes that compute this reward; equal for equal names and
-    arguments.
-    """
+    """Return the key of the processes for this reward; equal for equal names and arguments."""
     return json.dumps([reward.name, reward.args], sort_keys=True)
 
 
-def _load(process: RewardProcess | None) -> int:
+def _process_load(process: RewardProcess | None) -> int:
     return 0 if process is None else process.num_open

@@ -1,6 +1,4 @@
-"""Tries each of the user's own rewards once, in a worker process as in a hub; for ``rlearner
-check``.
-"""
+"""Tries each of the user's rewards once in a worker process, for ``rlearner check``."""
 
 from __future__ import annotations
 

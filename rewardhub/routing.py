@@ -1,5 +1,4 @@
-"""Decides what a reward hub does with a group: what to score, what to retry, where to send it. No
-I/O.
+"""Decides what to do with a group: what to score and retry, where to send it. No I/O.
 
 Events go in (``start``, ``scored``, ``failed``), actions come out. A group ends in exactly one
 Forward or Close.
@@ -22,7 +21,8 @@ from broker.settings.config import DomainSection, RewardConfig
 from rewardhub.config import reward_labels
 from rewardhub.rewards.base import Sample, Scored, Value
 
-ENV: Final = "env"  # the environment's part of a trajectory's reward
+# The environment's part of a trajectory's reward.
+ENV: Final = "env"
 
 
 @dataclass(frozen=True)
@@ -80,9 +80,7 @@ def find_refusal(
 
 
 def rewards_digest(rewards: Sequence[RewardConfig]) -> str:
-    """Return the digest of a domain's rewards, which tells scores of other rewards or other
-    arguments apart.
-    """
+    """Return the digest of a domain's rewards and their arguments."""
     plain = json.dumps([reward.model_dump(mode="json") for reward in rewards], sort_keys=True)
     return blake2b(plain.encode(), digest_size=8).hexdigest()
 
@@ -146,7 +144,8 @@ class GroupScoring:
         self._brought = self._scored_before()
         self._values |= self._brought
         self.num_retries = self.num_asked = 0
-        self.failed_episode = group.trajectories[0].episode  # the one that failed, if any
+        # The one that failed, if any.
+        self.failed_episode = group.trajectories[0].episode
         self.ended = False
 
     @property
@@ -172,7 +171,7 @@ class GroupScoring:
         return self._forward() if complete else []
 
     def failed(self, ask: ScoreAction, detail: str, *, retry: bool) -> list[Action]:
-        """Apply one failure: retry, or give the group up. A failure never becomes a reward of zero."""
+        """Apply a failure: retry, or give the group up; it never becomes a reward of zero."""
         if self.ended:
             return []
         if retry and ask.attempt < self._max_retries:
@@ -216,9 +215,7 @@ class GroupScoring:
         )
 
     def _scored_before(self) -> dict[tuple[int, int], Scored]:
-        """Return the scores of this pool that the group brings along, unless they are of other
-        rewards.
-        """
+        """Return this pool's scores that the group brings along, unless of other rewards."""
         labels = {
             label: r for r, label in enumerate(reward_labels(self._rewards)) if r in self._mine
         }

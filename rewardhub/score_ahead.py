@@ -76,12 +76,14 @@ class AheadScorer:
         try:
             reply = await self._answer(pool, request)
             codec.encode(reply)
-        except WireError as error:  # the scores add up to infinity, or are too large
+        except WireError as error:
+            # The scores add up to infinity, or are too large.
             log.warning("the scores of an episode cannot be sent: %s", error)
             return wire.EpisodeScoreReply()
         except Exception:
             log.exception("an episode was not scored early")
-            return wire.EpisodeScoreReply()  # the group would wait for an answer
+            # The group would wait for an answer.
+            return wire.EpisodeScoreReply()
         return reply
 
     async def _answer(self, pool: str, request: wire.Message) -> wire.EpisodeScoreReply:
@@ -102,7 +104,8 @@ class AheadScorer:
             with self._spans.work("reward", ticket=ticket):
                 outcomes = await asyncio.gather(*scores_of, return_exceptions=True)
         finally:
-            for reward in promised:  # cancelled before it began
+            # Cancelled before it began.
+            for reward in promised:
                 self._promised.remove(reward)
         scores = {
             r: outcome
@@ -113,7 +116,8 @@ class AheadScorer:
             if not isinstance(outcome, Scored | ScoreError | NoWorkerError):
                 raise outcome
         if not scores:
-            return wire.EpisodeScoreReply()  # the group's pool tries again, and decides
+            # The group's pool tries again, and decides.
+            return wire.EpisodeScoreReply()
         is_partial = len(scores) < len(mine)
         self.num_scored += not is_partial
         total, parts, success = add_scores(request.reward, request.reward_parts, scores, rewards)

@@ -1,6 +1,4 @@
-"""Combines a hub's workers, for rewards that take one sample at a time, with processes that take
-many.
-"""
+"""Combines a hub's workers, one sample at a time, with processes that take many."""
 
 from __future__ import annotations
 
@@ -56,7 +54,7 @@ class ScoreDispatcher:
         self._workers.adopt(self._single)
 
     def _adopt(self, rewards: Mapping[str, RewardConfig]) -> None:
-        self._many, self._single = _divided(rewards)
+        self._many, self._single = _divide_notes(rewards)
         many = (loading.concurrency_of(reward) for reward in self._many.values())
         self.at_once = self._num_workers * bool(self._single) + sum(
             reward.at_once for reward in many if reward is not None
@@ -99,14 +97,13 @@ class ScoreDispatcher:
         Args:
             promised: rewards that are about to be asked for a score, once for each score.
         """
-        needed = Counter(map(_place, [*promised, *rewards]))
+        needed = Counter(map(_sample_place, [*promised, *rewards]))
         return all(
             needed[place] <= (self._hosts.num_free(reward) if place else self._workers.num_idle)
-            for reward, place in zip(rewards, map(_place, rewards), strict=True)
+            for reward, place in zip(rewards, map(_sample_place, rewards), strict=True)
         )
 
     async def close(self) -> None:
-        """Kill all processes."""
         await self._workers.close()
         await self._hosts.close()
 
@@ -125,14 +122,12 @@ class ScoreDispatcher:
         return self._workers.num_killed + self._hosts.num_killed
 
 
-def _place(reward: RewardConfig) -> str:
-    """Return the key of the processes that score many samples with this reward at once; empty: any
-    worker.
-    """
+def _sample_place(reward: RewardConfig) -> str:
+    """Return the key of the processes that batch this reward; empty: any worker."""
     return "" if loading.concurrency_of(reward) is None else kind_key(reward)
 
 
-def _divided(
+def _divide_notes(
     rewards: Mapping[str, RewardConfig],
 ) -> tuple[dict[str, RewardConfig], list[RewardConfig]]:
     """Return the rewards that take many samples at once, by key, and the others."""

@@ -44,7 +44,9 @@ async def score_group(
                 if not isinstance(action, ScoreAction):
                     return action
                 asking.add(
-                    asyncio.create_task(_ask(scoring, action, rewards[action.reward], scorers))
+                    asyncio.create_task(
+                        _request_score(scoring, action, rewards[action.reward], scorers)
+                    )
                 )
             finished, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
             todo = [action for task in finished for action in task.result()]
@@ -80,7 +82,7 @@ async def rescore_group(
     )
 
 
-async def _ask(
+async def _request_score(
     scoring: GroupScoring, ask: ScoreAction, reward: RewardConfig, scorers: ScoreDispatcher
 ) -> list[Action]:
     group = scoring.group

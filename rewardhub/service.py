@@ -103,7 +103,9 @@ class RewardhubService:
         if pools and kinds:
             raise UserError("--pools and --rewards exclude each other; give one of them")
         self._chosen = list(pools), list(kinds)
-        self.pools = _serving(all_pools(self.domains), pools or pools_of_kinds(self.domains, kinds))
+        self.pools = _select_pools(
+            all_pools(self.domains), pools or pools_of_kinds(self.domains, kinds)
+        )
         self.workers = ScoreDispatcher(
             self._rewards(),
             num_workers=num_workers or self.settings.workers,
@@ -164,7 +166,8 @@ class RewardhubService:
                 )
                 for feed in self._feeds.values():
                     if feed.done():
-                        feed.result()  # a feed ends only with an error, which this raises
+                        # A feed ends only with an error, which this raises.
+                        feed.result()
                 self._abandon_lapsed()
                 self._follow_spec()
                 self.health.start_trials()
@@ -199,9 +202,7 @@ class RewardhubService:
         await self.workers.close()
 
     async def _feed(self, pool: str) -> None:
-        """Fetch groups of one pool while there is room; when cancelled, hand back those that have
-        arrived.
-        """
+        """Fetch groups of one pool while there is room; when cancelled, hand back the rest."""
         queue = await self.bus.work_queue(EPISODES, pool)
         while True:
             await self.member.running.wait()
@@ -219,13 +220,14 @@ class RewardhubService:
 
     def _accept(self, pool: str, delivery: Delivery) -> None:
         if job := self._jobs.get(delivery.seq):
-            job.delivery = delivery  # delivered again: acknowledge the newest delivery
+            # Delivered again: acknowledge the newest delivery.
+            job.delivery = delivery
             return
         self._follow_spec()
         job = self._jobs[delivery.seq] = _Job(pool, delivery)
         task = job.task = asyncio.create_task(self._work(job))
         self._tasks.add(task)
-        task.add_done_callback(lambda done: self._done(delivery.seq, done))
+        task.add_done_callback(lambda task: self._done(delivery.seq, task))
 
     def _done(self, seq: int, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
@@ -251,24 +253,25 @@ class RewardhubService:
                 job.task.cancel()
 
     def _follow_spec(self) -> None:
-        """Follow the run's configuration, in which rewards and pools may change when the learner
-        resumes.
-        """
+        """Follow the configuration, whose rewards and pools may change when the learner resumes."""
         if self.member.spec is self.spec:
             return
         self.spec = self.member.spec
         self.domains = self.member.settings.domains
         present, (pools, kinds) = all_pools(self.domains), self._chosen
         named_pools = [pool for pool in pools if pool in present]
-        serving_pools = (
-            named_pools if pools else pools_of_kinds(self.domains, kinds) if kinds else present
-        )
+        serving_pools = present
+        if pools:
+            serving_pools = named_pools
+        elif kinds:
+            serving_pools = pools_of_kinds(self.domains, kinds)
         for pool in set(self.pools) - set(serving_pools):
             log.info("pool %s is no longer part of the run", pool)
             self._feeds.pop(pool).cancel()
         for pool in set(serving_pools) - set(self.pools):
             log.info("pool %s is new", pool)
-        self.pools[:] = serving_pools  # in place, as self.health shares the list
+        # In place, as self.health shares the list.
+        self.pools[:] = serving_pools
         self.workers.adopt(self._rewards())
         for pool in serving_pools:
             self.health.renew(pool)
@@ -282,7 +285,8 @@ class RewardhubService:
             group = await job.delivery.load()
             if not isinstance(group, wire.Group):
                 await self._refuse(job)
-            elif not self.health.takes(job.pool):  # fetched before the pool was found broken
+            elif not self.health.takes(job.pool):
+                # Fetched before the pool was found broken.
                 await self._hand_back(job, self.health.delay_s(job.pool), "its pool fails here")
             elif refused := find_refusal(group, job.pool, self.domains, job.delivery.num_delivered):
                 await self._close(job, group.ticket, group.domain, group.eval_step, refused)
@@ -316,7 +320,8 @@ class RewardhubService:
         self.tally.cost += scoring.cost
         key = ticket_key(group.ticket, evaluation=group.eval_step >= 0)
         if isinstance(ending, ForwardAction):
-            if scoring.num_asked:  # else others have scored it
+            # Else others have scored it.
+            if scoring.num_asked:
                 self.health.succeeded(job.pool)
                 self.trials.forget(job.pool)
         elif self._fails(job, key, scoring, ending):
@@ -329,9 +334,7 @@ class RewardhubService:
             await self._forward(job, ending, time.monotonic() - started_at)
 
     def _fails(self, job: _Job, key: str, scoring: GroupScoring, ending: CloseAction) -> bool:
-        """Count a failed group. Return whether to hand it to another hub, because this host may be
-        at fault.
-        """
+        """Count a failed group; return whether to hand it to another hub, as this host may fail."""
         delivery = job.delivery.num_delivered
         self.trials.keep(job.pool, scoring)
         self.health.failed(job.pool, key, delivery, ending.detail)
@@ -423,10 +426,11 @@ class RewardhubService:
         }
 
 
-def _serving(known_pools: Sequence[str], wanted_pools: Sequence[str]) -> list[str]:
+def _select_pools(known_pools: Sequence[str], wanted_pools: Sequence[str]) -> list[str]:
     for pool in wanted_pools:
         if pool not in known_pools:
             raise UserError(
-                f"--pools: {pool!r} is not allowed; the pools of this run are {', '.join(known_pools) or 'none'}"
+                f"--pools: {pool!r} is not allowed; the pools of this run are "
+                f"{', '.join(known_pools) or 'none'}"
             )
     return list(dict.fromkeys(wanted_pools)) or list(known_pools)

@@ -1,6 +1,4 @@
-"""A worker process that scores one sample at a time for its hub. Started by
-``rewardhub.worker_pool``.
-"""
+"""A worker process that scores one sample at a time; ``rewardhub.worker_pool`` starts it."""
 
 from __future__ import annotations
 
@@ -40,7 +38,6 @@ class RewardWorker:
         self._loop = asyncio.Runner()
 
     def close(self) -> None:
-        """Close the event loop."""
         self._loop.close()
 
     def answer(
@@ -65,7 +62,7 @@ class RewardWorker:
             return protocol.ScoreFailureReply(
                 f"{request.name}: {fault.told(error)}",
                 retry=True,
-                spent=is_spent,
+                is_spent=is_spent,
                 trace=fault.trace(error),
             )
 
@@ -79,13 +76,13 @@ class RewardWorker:
         try:
             value = reward(sample)
             if inspect.isawaitable(value):
-                value = self._loop.run(_wait(value))
+                value = self._loop.run(_await_value(value))
         except ResponseFault as response:
             return score_of_fault(response)
         return check_scored(value)
 
 
-async def _wait(value: Awaitable[object]) -> object:
+async def _await_value(value: Awaitable[object]) -> object:
     return await value
 
 

@@ -1,6 +1,4 @@
-"""A pool of worker processes that are replaced when a reward hangs, crashes or takes too much
-memory.
-"""
+"""A pool of workers, replaced when a reward hangs, crashes or takes too much memory."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ WATCH_EVERY_S: Final = 0.5
 
 
 class ScoreError(RlearnerError):
-    """There is no score. ``retry``: another try may succeed. ``trace``: the reward's traceback, for
-    the log.
-    """
+    """There is no score. ``retry``: a try may succeed. ``trace``: the reward's traceback."""
 
     def __init__(self, detail: str, *, retry: bool, trace: str = "") -> None:
         super().__init__(detail)
@@ -44,9 +40,7 @@ class ScoreError(RlearnerError):
 
 
 class NoWorkerError(RlearnerError):
-    """No worker process can start here now, or it cannot load the reward; the group is not at
-    fault.
-    """
+    """No worker can start here now or load the reward; the group is not at fault."""
 
 
 class _SlowStartError(NoWorkerError):
@@ -146,7 +140,8 @@ class RewardWorkerProcess:
     async def kill(self) -> None:
         """Kill it and its descendants."""
         self._line.close()
-        limits.kill_tree(self.child.pid)  # it leads its own session
+        # It leads its own session.
+        limits.kill_tree(self.child.pid)
         await asyncio.to_thread(self.child.wait)
 
 
@@ -182,7 +177,7 @@ class RewardWorkerPool:
         for _ in range(num_workers):
             self._free.put_nowait(None)
         self._living: set[RewardWorkerProcess] = set()
-        self._buried_cpu_s = 0.0
+        self._reaped_cpu_s = 0.0
         self.num_killed = 0  # after a timeout or a crash
         self.num_busy = 0
 
@@ -197,27 +192,27 @@ class RewardWorkerPool:
             self._rewards = list(rewards)
 
     async def start(self) -> None:
-        """Start all workers, with growing patience.
+        """Start all workers, with a longer time limit at each attempt.
 
         Raises:
             UserError: if a reward cannot be loaded here, or no process can be started.
         """
-        for attempt, (patience_s, next_s) in enumerate(itertools.pairwise((*START_S, 0.0)), 1):
+        for attempt, (within_s, next_s) in enumerate(itertools.pairwise((*START_S, 0.0)), 1):
             try:
-                await self._start_all(patience_s)
+                await self._start_all(within_s)
                 return
             except _SlowStartError as error:
                 if not next_s:
                     raise UserError(f"{error}; {attempt} attempts failed") from None
                 log.warning("%s; trying again with %g s", error, next_s)
 
-    async def _start_all(self, patience_s: float) -> None:
+    async def _start_all(self, within_s: float) -> None:
         places = [self._free.get_nowait() for _ in range(self._free.qsize())]
-        starting = (self._keep_or_start(worker, patience_s) for worker in places)
-        started = await asyncio.gather(*starting, return_exceptions=True)
-        for worker in started:
+        starting = (self._keep_or_start(worker, within_s) for worker in places)
+        results = await asyncio.gather(*starting, return_exceptions=True)
+        for worker in results:
             self._free.put_nowait(worker if isinstance(worker, RewardWorkerProcess) else None)
-        for error in started:
+        for error in results:
             if isinstance(error, _SlowStartError):
                 raise error
             if isinstance(error, NoWorkerError):
@@ -226,9 +221,9 @@ class RewardWorkerPool:
                 raise error
 
     async def _keep_or_start(
-        self, worker: RewardWorkerProcess | None, patience_s: float
+        self, worker: RewardWorkerProcess | None, within_s: float
     ) -> RewardWorkerProcess:
-        return worker or await self._start_one(patience_s)
+        return worker or await self._start_one(within_s)
 
     async def score(self, reward: RewardConfig, sample: Sample) -> Scored:
         """Return the reward of one sample, from the next free worker.
@@ -242,7 +237,8 @@ class RewardWorkerPool:
         self.num_busy += 1
         try:
             if worker is not None and worker.loaded is not self._rewards:
-                await self._bury(worker)  # loading other rewards may take longer than a score
+                # Loading other rewards may take longer than a score.
+                await self._reap(worker)
                 worker = None
             worker = worker or await self._start_one()
             healthy = worker
@@ -253,19 +249,19 @@ class RewardWorkerPool:
                 )
             except OutOfTime:
                 self.num_killed += 1
-                await self._bury(healthy)
+                await self._reap(healthy)
                 raise ScoreError(
                     f"{reward.name}: no score within {self._timeout_s:g} s", retry=True
                 ) from None
             except _Died as error:
                 self.num_killed += 1
-                await self._bury(healthy)
+                await self._reap(healthy)
                 raise ScoreError(f"{reward.name}: {error}", retry=True) from None
             except asyncio.CancelledError:
-                await self._bury(healthy)  # it still computes
+                await self._reap(healthy)  # it still computes
                 raise
-            if answer.spent:
-                await self._bury(healthy)
+            if answer.is_spent:
+                await self._reap(healthy)
             else:
                 worker = healthy
         finally:
@@ -274,16 +270,15 @@ class RewardWorkerPool:
         return score_of_reply(answer)
 
     async def close(self) -> None:
-        """Kill all workers."""
         if self._watching is not None:
             self._watching.cancel()
-        await asyncio.gather(*(self._bury(worker) for worker in list(self._living)))
+        await asyncio.gather(*(self._reap(worker) for worker in list(self._living)))
         if self._output is not None:
             self._output.close()
 
     def cpu_s(self) -> float:
         """Return the CPU seconds of all workers so far, including those that have exited."""
-        return self._buried_cpu_s + sum(cpu_s(worker.child.pid) for worker in self._living)
+        return self._reaped_cpu_s + sum(cpu_s(worker.child.pid) for worker in self._living)
 
     async def _watch(self, memory_mib: int) -> None:
         while True:
@@ -292,7 +287,7 @@ class RewardWorkerPool:
                 if worker.base_mib:
                     worker.weigh(memory_mib)
 
-    async def _start_one(self, patience_s: float = START_S[-1]) -> RewardWorkerProcess:
+    async def _start_one(self, within_s: float = START_S[-1]) -> RewardWorkerProcess:
         self._output = self._output or WorkerOutput("a reward")
         if self._watching is None and self._memory_mib is not None:
             self._watching = asyncio.create_task(self._watch(self._memory_mib))
@@ -308,25 +303,25 @@ class RewardWorkerPool:
         try:
             for reward in rewards:
                 loading_it = protocol.LoadRewardRequest(reward.name, reward.args)
-                answer = await worker.ask(loading_it, patience_s, f"loading reward {reward.name}")
+                answer = await worker.ask(loading_it, within_s, f"loading reward {reward.name}")
                 if isinstance(answer, protocol.ScoreFailureReply):
                     raise NoWorkerError(answer.detail)
         except OutOfTime as error:
-            await self._bury(worker)
+            await self._reap(worker)
             raise _SlowStartError(f"a worker process did not load its rewards: {error}") from None
         except _Died as error:
-            await self._bury(worker)
+            await self._reap(worker)
             raise NoWorkerError(f"a worker process did not start: {error}") from None
         except BaseException:
-            await self._bury(worker)
+            await self._reap(worker)
             raise
         worker.base_mib = limits.resident_mib(limits.tree(worker.child.pid))
         worker.loaded = rewards
         return worker
 
-    async def _bury(self, worker: RewardWorkerProcess) -> None:
+    async def _reap(self, worker: RewardWorkerProcess) -> None:
         self._living.discard(worker)
-        self._buried_cpu_s += cpu_s(worker.child.pid)
+        self._reaped_cpu_s += cpu_s(worker.child.pid)
         await worker.kill()
 
 

@@ -203,7 +203,7 @@ def _start_learner(options: argparse.Namespace) -> int:
             )
         return exit_code(settings)
 
-    return process.main("learner", body, stopped=EXIT_STOPPED)
+    return process.main("learner", body, stopped_code=EXIT_STOPPED)
 
 
 def _check_config(options: argparse.Namespace) -> int:

@@ -42,7 +42,8 @@ class Channel:
     def serve(self) -> None:
         """Answer until the other end hangs up."""
         self._wait()
-        self._hung_up()  # an answer that nobody asked for
+        # An answer that nobody asked for.
+        self._hung_up()
 
     def _wait(self) -> Any:
         while True:

@@ -21,7 +21,8 @@ ENVIRONMENT: Final = {
     "OMP_NUM_THREADS": "1",
 } | dict.fromkeys(("HOME", "TMPDIR"), "/tmp")
 CONTAINER: Final = (
-    "docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined --security-opt "
+    "docker run --security-opt seccomp=unconfined --security-opt apparmor=unconfined "
+    "--security-opt "
     "systempaths=unconfined"
 )
 SWITCHES: Final = (  # file under /proc/sys, what it must not hold, the command
@@ -45,7 +46,8 @@ MODULES: Final[dict[Mode, tuple[str, ...]]] = {
     "asserts": ("plain", "channel", "host"),
     "tests": ("plain", "channel", "remote", "pytest_subset", "judge"),
 }
-FIRST_UID: Final = 0x70000000  # nobody's, by systemd's table of uids
+# Unused in systemd's table of uids. Processes of one uid share limits, so programs have their own.
+FIRST_UID: Final = 0x70000000
 NOBODY: Final = 65534
 
 
@@ -77,9 +79,8 @@ def inside(
     channel: int = -1,
     packages: Sequence[str] = (),
 ) -> list[str]:
-    """Return the command of Python with the boot code; ``channel`` is the socket to the tests, or
-    -1.
-    """
+    """Return the command of Python with the boot code; ``channel``: socket to the tests, or -1."""
+    # In the order in which inside.py reads them.
     numbers = [
         fd,
         uid,
@@ -88,8 +89,8 @@ def inside(
         limits.memory_mib << 20,
         limits.open_files,
         limits.file_mib << 20,
+        channel,
     ]
-    numbers.append(channel)
     return [
         python(),
         "-I",
@@ -127,11 +128,9 @@ def jail(
         scratch: folders that it may write to; empty at first, in memory.
         folder: its working folder.
     """
-    privileges = (
-        ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
-        if root
-        else ["--unshare-user"]
-    )
+    privileges = ["--unshare-user"]
+    if root:
+        privileges = ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
     spaces = [
         f"--unshare-{name}"
         for name in ("pid", "ipc", "uts", "cgroup-try", *(() if network else ("net",)))
@@ -139,15 +138,16 @@ def jail(
     size = ("--perms", "1777", "--size", str(limits.file_mib << 20), "--tmpfs")
     writable = [part for path in scratch for part in (*size, path)]
     return [
-        bwrap, *privileges, *spaces, "--die-with-parent", "--new-session", "--seccomp", str(filter_fd), "--hostname",
-        "sandbox", *size, "/tmp", *_root(tuple(packages), folder), *writable, "--proc", "/proc", "--remount-ro", "/",
+        bwrap, *privileges, *spaces, "--die-with-parent", "--new-session", "--seccomp",
+        str(filter_fd), "--hostname",
+        "sandbox", *size, "/tmp", *_root_options(tuple(packages), folder), *writable, "--proc",
+        "/proc", "--remount-ro", "/",
         "--chdir", folder, "--",
     ]  # fmt: skip
 
 
 def free_uid(number: int, maps: Sequence[str]) -> int:
-    """Return an unprivileged uid with separate process counts, or ``nobody`` if this machine has
-    only few uids.
+    """Return an unprivileged uid with its own process count; ``nobody`` if there are few uids.
 
     Args:
         number: a different one for each program that runs at the same time.
@@ -155,18 +155,15 @@ def free_uid(number: int, maps: Sequence[str]) -> int:
     """
     uid = FIRST_UID + number % (1 << 26)
     ranges = [[tuple(map(int, line.split())) for line in text.splitlines()] for text in maps]
-    return (
-        uid
-        if all(
-            any(first <= uid < first + count for first, _, count in uid_map) for uid_map in ranges
-        )
-        else NOBODY
+    is_mapped = all(
+        any(first <= uid < first + count for first, _, count in uid_map) for uid_map in ranges
     )
+    return uid if is_mapped else NOBODY
 
 
-def advice(said: str, settings: Path = Path("/proc/sys")) -> str:
+def advice(output: str, settings: Path = Path("/proc/sys")) -> str:
     """Return why bubblewrap does not work here, in one line, with the command that may fix it."""
-    problem = " ".join(said.split())[-300:] or "it says nothing"
+    problem = " ".join(output.split())[-300:] or "it says nothing"
     for name, bad, command in SWITCHES:
         try:
             value = (settings / name).read_text(encoding="ascii").strip()
@@ -174,7 +171,7 @@ def advice(said: str, settings: Path = Path("/proc/sys")) -> str:
             continue
         if value == bad:
             return f"bubblewrap does not work here ({problem}); as root run: {command}"
-    if "Unknown option" in said:
+    if "Unknown option" in output:
         return (
             f"bubblewrap is too old ({problem}); 0.6 or newer is needed: apt-get install bubblewrap"
         )
@@ -186,19 +183,19 @@ def code(mode: Mode) -> bytes:
     """Return the compiled code of a mode, because compiling it inside would take milliseconds."""
     return marshal.dumps(
         (
-            _compiled("inside"),
-            {f"rlearner_sandbox.{name}": _compiled(name) for name in MODULES[mode]},
+            _compile_module("inside"),
+            {f"rlearner_sandbox.{name}": _compile_module(name) for name in MODULES[mode]},
         )
     )
 
 
-def _compiled(name: str) -> CodeType:
+def _compile_module(name: str) -> CodeType:
     source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
     return compile(source, f"{name}.py", "exec", dont_inherit=True)
 
 
 @lru_cache(maxsize=8)
-def _root(packages: tuple[str, ...], working: str = "/tmp") -> tuple[str, ...]:
+def _root_options(packages: tuple[str, ...], working: str = "/tmp") -> tuple[str, ...]:
     """Return the options for the root folder: C library, Python, two devices."""
     links: list[str] = []
     paths: list[str] = ["/usr/lib", "/usr/lib64"]
@@ -216,18 +213,18 @@ def _root(packages: tuple[str, ...], working: str = "/tmp") -> tuple[str, ...]:
     else:
         paths += [sys.base_prefix, python()]
     paths += map(os.path.abspath, packages)
-    # programs look for a file of /etc at its own place, also where it is a link to a file elsewhere
+    # Programs look for a file of /etc at its own place, even where it is a link to another file.
     for path in packages:
         if path.startswith("/etc/") and os.path.islink(path):
             links += ["--symlink", os.path.realpath(path), path]
     paths = [path for path in dict.fromkeys(map(os.path.realpath, paths)) if os.path.exists(path)]
-    paths = [path for path in paths if not any(path.startswith(other + "/") for other in paths)]
+    paths = [path for path in paths if not any(path.startswith(folder + "/") for folder in paths)]
     folders = [
         str(folder) for path in (*paths, *DEVICES) for folder in reversed(Path(path).parents)
     ]
     folders += [str(folder) for folder in (*reversed(Path(working).parents), working)]
     above = dict.fromkeys(folder for folder in folders if folder not in ("/", "/tmp"))
-    # else they get the modes they have outside
+    # Without explicit modes they get those that they have outside.
     result = [part for folder in above for part in ("--perms", "0755", "--dir", folder)]
     result += [part for path in paths for part in ("--ro-bind", path, path)]
     result += [part for path in DEVICES for part in ("--dev-bind", path, path)]

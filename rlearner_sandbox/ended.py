@@ -6,24 +6,24 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-# exit codes of ours, see inside.py and remote.py
+# Exit codes of our own, see inside.py and remote.py.
 OUT_OF_MEMORY = 86
 NO_PYTHON = 87
-GONE = 88
+PROGRAM_GONE = 88
 OUT_OF_TIME = 128 + signal.SIGXCPU
 KilledFor = Literal["", "time", "memory", "output"]
 
 
 @dataclass(frozen=True)
 class ProgramChecks:
-    """Tests of a loaded program; ``first``: code before all tests, or the name of a function.
+    """Tests of a loaded program; ``first`` is code before all tests, or the name of a function.
 
     Code runs in a separate process, where stand-ins replace the program's functions; see
     ``rlearner_sandbox.remote``.
     """
 
     first: str
-    each: tuple[str, ...]
+    cases: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""The program's side of its tests: applies their requests to the program's objects. Runs inside,
-with the program.
+"""The program's side of its tests: applies their requests to its objects. Runs inside.
 
 The tests trust nothing here: it shares a process with the program, which may have changed any of
 it.
@@ -31,12 +30,15 @@ class Host:
         self._numbers: dict[int, int] = {}  # by id
         self._channel = Channel(fd, self._obey, lambda: os._exit(0))
         self._operations: dict[str, Callable[..., Any]] = {
-            "call": lambda function, *args, **named: function(*args, **named),
-            "names": lambda names: [[name, scope[name]] for name in names if name in scope], "getattr": getattr,
-            "setattr": setattr, "delattr": delattr, "len": len, "bool": bool, "str": str, "repr": repr, "iter": iter,
+            "call": lambda function, *args, **keywords: function(*args, **keywords),
+            "names": lambda names: [[name, scope[name]] for name in names if name in scope],
+            "getattr": getattr,
+            "setattr": setattr, "delattr": delattr, "len": len, "bool": bool, "str": str,
+            "repr": repr, "iter": iter,
             "getitem": lambda of, key: of[key], "setitem": self._set, "delitem": self._delete,
             "next": lambda of: next(of, [END]), "await": self._await, "add": lambda a, b: a + b,
-            "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "truediv": lambda a, b: a / b, "neg": lambda a: -a,
+            "sub": lambda a, b: a - b, "mul": lambda a, b: a * b, "truediv": lambda a, b: a / b,
+            "neg": lambda a: -a,
         }  # fmt: skip
 
     def serve(self) -> None:
@@ -48,31 +50,32 @@ class Host:
         if isinstance(question, TooMuch):
             return self._raised(question, "")
         try:
-            name, args, named, heard = question
-            given = [from_json(one, self._mine) for one in args]
-            with redirect_stdout(printed) if heard else nullcontext():
-                named = {key: from_json(one, self._mine) for key, one in named.items()}
-                result = self._operations[name](*given, **named)
-            # What a function did to its arguments is told only where that is all it does.
-            told = (
-                [to_json(one, self._handle) if isinstance(one, MUTABLE) else None for one in given]
-                if result is None
-                else None
-            )
-            return ["value", printed.getvalue(), to_json(result, self._handle), told]
+            name, args, keywords, is_captured = question
+            arguments = [from_json(node, self._mine) for node in args]
+            with redirect_stdout(printed) if is_captured else nullcontext():
+                keywords = {key: from_json(node, self._mine) for key, node in keywords.items()}
+                result = self._operations[name](*arguments, **keywords)
+            # Changes of arguments are passed on only where the function returns nothing else.
+            changed_arguments = None
+            if result is None:
+                changed_arguments = [
+                    to_json(argument, self._handle) if isinstance(argument, MUTABLE) else None
+                    for argument in arguments
+                ]
+            return ["value", printed.getvalue(), to_json(result, self._handle), changed_arguments]
         except MemoryError:
             os._exit(OUT_OF_MEMORY)
         except BaseException as error:  # noqa: BLE001 - a program may raise anything
             return self._raised(error, printed.getvalue())
 
     def _raised(self, error: BaseException, printed: str) -> Any:
-        chain = [[one.__module__, one.__qualname__] for one in type(error).__mro__[:-1]]
+        chain = [[cls.__module__, cls.__qualname__] for cls in type(error).__mro__[:-1]]
         try:
-            said = str(error)[:10_000]
-            details = [to_json(error.args, _refuse), to_json(vars(error), _refuse)]
-        except BaseException:  # noqa: BLE001 - it cannot be told in full
+            message = str(error)[:10_000]
+            details = [to_json(error.args, _refuse_value), to_json(vars(error), _refuse_value)]
+        except BaseException:  # noqa: BLE001 - its own methods may raise anything
             return ["raised", printed, chain, type(error).__name__, [None, None]]
-        return ["raised", printed, chain, said, details]
+        return ["raised", printed, chain, message, details]
 
     def _mine(self, node: Any) -> Any:
         if node[0] == "mine":
@@ -81,12 +84,12 @@ class Host:
             return iter(from_json(node[1], self._mine))
         number = node[1]  # of a function of the tests'
 
-        def callback(*args: Any, **named: Any) -> Any:
-            given = [to_json(one, self._handle) for one in args]
-            named = {key: to_json(one, self._handle) for key, one in named.items()}
-            kind, content, *rest = self._channel.ask([number, given, named])
+        def callback(*args: Any, **keywords: Any) -> Any:
+            arguments = [to_json(argument, self._handle) for argument in args]
+            keywords = {key: to_json(argument, self._handle) for key, argument in keywords.items()}
+            kind, content, *details = self._channel.ask([number, arguments, keywords])
             if kind == "raised":
-                raise getattr(builtins, content, RuntimeError)(*rest)
+                raise getattr(builtins, content, RuntimeError)(*details)
             return from_json(content, self._mine)
 
         return callback
@@ -96,17 +99,17 @@ class Host:
             return ["module", value.__name__]
         if isinstance(value, type):
             if issubclass(value, BaseException):
-                return ["error", [[one.__module__, one.__qualname__] for one in value.__mro__[:-1]]]
+                return ["error", [[cls.__module__, cls.__qualname__] for cls in value.__mro__[:-1]]]
             bases = [
-                self._handle(one)
-                for one in value.__bases__
-                if one is not object and isinstance(one, type)
+                self._handle(cls)
+                for cls in value.__bases__
+                if cls is not object and isinstance(cls, type)
             ]
             return [
                 "class",
                 self._number(value),
                 value.__name__,
-                [one for one in bases if one[0] == "class"],
+                [cls for cls in bases if cls[0] == "class"],
             ]
         if hasattr(value, "__next__"):
             return ["iterator", self._number(value)]
@@ -138,5 +141,5 @@ class Host:
         return asyncio.run(wait())
 
 
-def _refuse(value: Any) -> Any:
+def _refuse_value(value: Any) -> Any:
     raise TooMuch(f"a {type(value).__name__}")

@@ -1,13 +1,11 @@
-"""Runs inside before the program; ``run.py`` sends it as code. Imports little: a module costs a
-millisecond.
-"""
+"""Runs inside before the program, sent as code. Imports little: a module costs a millisecond."""
 
 # ruff: noqa: BLE001, SIM105 - a program may raise anything; contextlib costs a millisecond
 
 MODULES = globals().get("modules", {})  # code by name of a module of ours
 
 
-def boot() -> None:
+def boot_program() -> None:
     import builtins
     import os
     import resource
@@ -23,6 +21,7 @@ def boot() -> None:
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
+        # Make sure that there is no way back to root.
         try:
             os.setuid(0)
         except PermissionError:
@@ -38,6 +37,7 @@ def boot() -> None:
             hard = min(hard, most)
         resource.setrlimit(resource_id, (soft, hard))
 
+    # RLIMIT_AS counts what the interpreter has mapped already.
     with open("/proc/self/statm") as statm:
         memory += int(statm.read().split()[0]) * resource.getpagesize()
     if processes:
@@ -50,23 +50,25 @@ def boot() -> None:
     limit(resource.RLIMIT_CORE, 0)
     if hasattr(resource, "RLIMIT_MSGQUEUE"):
         limit(resource.RLIMIT_MSGQUEUE, 0)
-    for name in ("exit", "quit"):  # without ``site``, which costs half a start
+    # Without ``site``, which costs half a start.
+    for name in ("exit", "quit"):
         setattr(builtins, name, Quitter(name, "Ctrl-D (i.e. EOF)"))
     for name in os.listdir("/proc/self/fd"):
         if int(name) > 2 and int(name) not in (fd, channel):
             try:
                 os.close(int(name))
-            except OSError:  # the one that listed them
+            except OSError:
+                # The descriptor that listed them.
                 pass
     for open_fd in {fd, channel} - {-1}:
         os.set_inheritable(open_fd, False)
 
-    def our(name: str, what: str):  # type: ignore[no-untyped-def]
+    def load_attribute(name: str, attribute: str):  # type: ignore[no-untyped-def]
         """Return an attribute of one of our modules, which were sent as code."""
         for module, code in MODULES.items():
             sys.modules[module] = type(sys)(module)
             exec(code, vars(sys.modules[module]))
-        return vars(sys.modules[name])[what]
+        return vars(sys.modules[name])[attribute]
 
     def say(text: str) -> None:
         data = text.encode() + b"\n"
@@ -93,7 +95,7 @@ def boot() -> None:
 
     say("up")
     if mode == "tests":
-        our("rlearner_sandbox.judge", "judge")(channel, say, take)
+        load_attribute("rlearner_sandbox.judge", "run_tests")(channel, say, take)
     program = take()
     module = type(sys)("__main__" if mode == "script" else "solution")
     sys.modules[module.__name__] = module
@@ -119,13 +121,13 @@ def boot() -> None:
     say("loaded")
     if mode == "asserts":
         os.close(fd)
-        our("rlearner_sandbox.host", "Host")(channel, scope).serve()
+        load_attribute("rlearner_sandbox.host", "Host")(channel, scope).serve()
     import json
 
     token = take()
     first = take()
-    number = int(take())
-    tests = [take() for _ in range(number)]
+    num_tests = int(take())
+    tests = [take() for _ in range(num_tests)]
     try:
         function = scope[first] if first in scope else getattr(scope["Solution"](), first)
     except BaseException:
@@ -140,4 +142,4 @@ def boot() -> None:
     os._exit(0)
 
 
-boot()
+boot_program()

@@ -16,7 +16,7 @@ from rlearner_sandbox.remote import Program, Solution
 OUT_OF_MEMORY = 86
 
 
-def judge(fd: int, say: Callable[[str], None], take: Callable[[], str]) -> None:
+def run_tests(fd: int, say: Callable[[str], None], take: Callable[[], str]) -> None:
     """Execute the tests and report which pass.
 
     Args:
@@ -27,9 +27,9 @@ def judge(fd: int, say: Callable[[str], None], take: Callable[[], str]) -> None:
     token = take()
     names = json.loads(take())
     first = take()
-    number = int(take())
-    tests = [take() for _ in range(number)]
-    scope = _scope(Program(fd), names)
+    num_tests = int(take())
+    tests = [take() for _ in range(num_tests)]
+    scope = _build_scope(Program(fd), names)
     try:
         exec(compile(first, "<tests>", "exec", dont_inherit=True), scope)
     except MemoryError:
@@ -49,7 +49,7 @@ def judge(fd: int, say: Callable[[str], None], take: Callable[[], str]) -> None:
     os._exit(0)
 
 
-def _scope(program: Program, names: dict[str, Any]) -> dict[str, Any]:
+def _build_scope(program: Program, names: dict[str, Any]) -> dict[str, Any]:
     """Return the names that the tests begin with."""
     offered = program.names(names["program"])
     sys.modules["solution"] = Solution(program, offered)
@@ -58,7 +58,7 @@ def _scope(program: Program, names: dict[str, Any]) -> dict[str, Any]:
     tests = ModuleType("tests")
     sys.modules["tests"] = tests
     scope = vars(tests)
-    # Python's own must not pass for the program's
+    # A builtin must not pass for a function that the program lacks.
     missing = {name: None for name in names["program"] if hasattr(builtins, name)}
     scope.update(missing | offered, __builtins__=builtins)
     for name, (module, attribute) in names["library"].items():

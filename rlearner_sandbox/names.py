@@ -1,5 +1,4 @@
-"""Decides which names tests take from the program, and which from Python's library. Starts no
-process.
+"""Decides which names tests take from the program, and which from Python. Starts no process.
 
 Names that tests bind themselves, and Python's builtins, never come from the program, so it cannot
 replace its judge.
@@ -19,13 +18,17 @@ BUILTIN: Final = frozenset(dir(builtins))
 ALIASES: Final = {"np": "numpy", "pd": "pandas"}
 # Tests that use one of these without an import mean the library's, unless it is all that they use.
 LIBRARY: Final = {
-    **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"), "collections"),
-    "isclose": "math", "deepcopy": "copy", "Decimal": "decimal", "Fraction": "fractions", "date": "datetime",
+    **dict.fromkeys(("Counter", "OrderedDict", "defaultdict", "deque", "namedtuple"),
+    "collections"),
+    "isclose": "math", "deepcopy": "copy", "Decimal": "decimal", "Fraction": "fractions",
+    "date": "datetime",
     "timedelta": "datetime",
-    **dict.fromkeys(("Any", "Callable", "Dict", "Iterable", "List", "Optional", "Sequence", "Set", "Tuple", "Union"),
+    **dict.fromkeys(("Any", "Callable", "Dict", "Iterable", "List", "Optional", "Sequence", "Set",
+    "Tuple", "Union"),
         "typing"),
 }  # fmt: skip
-UNSAFE: Final = frozenset({"eval", "exec"})  # what a program returns would run among the tests
+# What a program returns would run among the tests.
+UNSAFE: Final = frozenset({"eval", "exec"})
 MODULE: Final = "solution"
 _NO_SUBJECT: Final = (type, bool, type(None), type(NotImplemented), type(...))
 
@@ -48,8 +51,7 @@ class Names:
 
 @lru_cache(maxsize=8)
 def names_of(texts: tuple[str, ...]) -> Names:
-    """Return the names in these pieces of Python, which are executed one after the other in one
-    scope.
+    """Return the names in these pieces of Python, executed in turn in one scope.
 
     Raises:
         SyntaxError, ValueError, RecursionError, MemoryError: if a piece is not valid Python.
@@ -64,8 +66,8 @@ def names_of(texts: tuple[str, ...]) -> Names:
         for node in nodes
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
     }
-    imported = {name.split(".")[0] for node in nodes for name in _imported(node)}
-    bound = {name for tree in trees for name in _bound(tree.body)}
+    imported = {name.split(".")[0] for node in nodes for name in _imported_modules(node)}
+    bound = {name for tree in trees for name in _bound_names(tree.body)}
     known_names = bound | BUILTIN
     free = [
         name
@@ -79,7 +81,7 @@ def names_of(texts: tuple[str, ...]) -> Names:
     if not all(name in LIBRARY for name in unbound):
         library |= {name: (LIBRARY[name], name) for name in unbound if name in LIBRARY}
     program = tuple(name for name in unbound if name not in library)
-    # a problem may ask for a function that is called as one of Python's own
+    # A problem may ask for a function that has the name of a builtin.
     if not program and MODULE not in imported:
         own = {name for name in used_names if name in BUILTIN and name not in bound}
         own = {name for name in own if not isinstance(getattr(builtins, name), _NO_SUBJECT)}
@@ -94,16 +96,16 @@ def _is_module(name: str) -> bool:
     return name in ALIASES or name in sys.stdlib_module_names
 
 
-def _imported(node: ast.AST) -> Iterable[str]:
+def _imported_modules(node: ast.AST) -> Iterable[str]:
     if isinstance(node, ast.ImportFrom):
         return [node.module or ""]
-    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return []
 
 
-def _bound(body: Iterable[ast.AST]) -> Iterable[str]:
-    """Yield what statements bind in their own scope, without the scopes of functions and classes in
-    them.
-    """
+def _bound_names(body: Iterable[ast.AST]) -> Iterable[str]:
+    """Yield what statements bind in their own scope, not inside functions and classes."""
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.name
@@ -113,9 +115,10 @@ def _bound(body: Iterable[ast.AST]) -> Iterable[str]:
             if isinstance(node.ctx, ast.Store):
                 yield node.id
         elif isinstance(node, ast.ExceptHandler):
-            yield from [node.name] if node.name else []
-            yield from _bound(node.body)
+            if node.name:
+                yield node.name
+            yield from _bound_names(node.body)
         elif not isinstance(
             node, (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
         ):
-            yield from _bound(ast.iter_child_nodes(node))
+            yield from _bound_names(ast.iter_child_nodes(node))

@@ -1,5 +1,4 @@
-"""The parts of pytest that test files use, for a sandbox without pytest. Runs inside, as the module
-``pytest``.
+"""The parts of pytest that test files use, for a sandbox without it. Runs inside, as ``pytest``.
 
 ``raises``, ``fail``, and ``approx`` of numbers and of lists, tuples and dicts of them; no fixtures
 and no marks.
@@ -66,5 +65,4 @@ class approx:
 
 
 def fail(reason: str = "") -> NoReturn:
-    """Fail."""
     raise AssertionError(reason)

@@ -1,5 +1,4 @@
-"""Stand-ins for the program's functions, classes and objects in its tests. Runs inside, with the
-tests.
+"""Stand-ins for the program's functions, classes and objects in its tests. Runs inside.
 
 Responses of the program are plain data of exact builtin types, or other stand-ins, and no stand-in
 lets the program decide a comparison: ``==`` is identity, an object of the program has no ``<``,
@@ -18,10 +17,10 @@ from typing import Any, NoReturn
 from rlearner_sandbox.channel import Channel, TooMuch
 from rlearner_sandbox.plain import MUTABLE, Garbled, from_json, put_back, to_json
 
-GONE = 88  # exit code of tests whose program is gone
+# Exit code of tests whose program is gone.
+PROGRAM_GONE = 88
 MOST_ITEMS = 1_000_000  # of an iterator that is given to the program
-# Their exceptions are the same ones on both sides. None that a test runner takes for anything but a
-# failure.
+# Modules whose exceptions are the same on both sides. A test runner takes all of them for failures.
 SHARED = frozenset(
     {
         "json.decoder",
@@ -36,7 +35,7 @@ SHARED = frozenset(
         "dataclasses",
     }
 )
-# They end a loop in silence, or the tests.
+# They would end a loop without an error, or the tests.
 NOT_PASSED_ON = frozenset({"StopIteration", "StopAsyncIteration", "GeneratorExit"})
 
 
@@ -48,14 +47,14 @@ class _Class(type):
     def __new__(cls, name: str, bases: tuple[type, ...], scope: dict[str, Any]) -> _Class:
         raise TypeError("tests cannot derive from the program's classes")
 
-    def __call__(cls, *args: Any, **named: Any) -> Any:
-        return _program().do("call", cls, *args, **named)
+    def __call__(cls, *args: Any, **keywords: Any) -> Any:
+        return _current_program().do("call", cls, *args, **keywords)
 
     def __getattr__(cls, name: str) -> Any:
-        return _program().attribute(cls, name)
+        return _current_program().attribute(cls, name)
 
     def __setattr__(cls, name: str, value: Any) -> None:
-        _program().do("setattr", cls, name, value)
+        _current_program().do("setattr", cls, name, value)
 
 
 class Thing:
@@ -64,11 +63,11 @@ class Thing:
     __slots__ = ("_remote_number",)
     _remote_number: int
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        return _program().do("call", self, *args, **named)
+    def __call__(self, *args: Any, **keywords: Any) -> Any:
+        return _current_program().do("call", self, *args, **keywords)
 
     def __getattr__(self, name: str) -> Any:
-        return _program().attribute(self, name)
+        return _current_program().attribute(self, name)
 
 
 class Function(Thing):
@@ -83,23 +82,23 @@ class Object(Thing):
     __slots__ = ()
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _program().do("setattr", self, name, value)
+        _current_program().do("setattr", self, name, value)
 
     def __delattr__(self, name: str) -> None:
-        _program().do("delattr", self, name)
+        _current_program().do("delattr", self, name)
 
     def __iter__(self) -> Any:
-        return _program().do("iter", self)
+        return _current_program().do("iter", self)
 
     def __next__(self) -> Any:
-        return _program().next(self)
+        return _current_program().next(self)
 
     def __enter__(self) -> Any:
-        return _program().do("getattr", self, "__enter__")()
+        return _current_program().do("getattr", self, "__enter__")()
 
-    # whatever it answers, no failure of the test is swallowed
+    # The result is ignored, so that the program cannot suppress a failure of the test.
     def __exit__(self, *_: object) -> None:
-        _program().do("getattr", self, "__exit__")(None, None, None)
+        _current_program().do("getattr", self, "__exit__")(None, None, None)
 
 
 class Iterated(Thing):
@@ -111,29 +110,30 @@ class Iterated(Thing):
         return self
 
     def __next__(self) -> Any:
-        return _program().next(self)
+        return _current_program().next(self)
 
 
-def _operation(name: str, *, with_others: bool) -> Callable[..., Any]:
+def _forward_operation(name: str, *, takes_others: bool) -> Callable[..., Any]:
     def operation(self: Object, *args: Any) -> Any:
-        if not with_others and not all(isinstance(one, Object) for one in args):
-            return NotImplemented  # it would learn what the test expects, and choose the difference
-        return _program().do(name, self, *args)
+        if not takes_others and not all(isinstance(argument, Object) for argument in args):
+            # It would learn what the test expects, and choose the difference.
+            return NotImplemented
+        return _current_program().do(name, self, *args)
 
     return operation
 
 
 for _name in ("len", "bool", "str", "repr", "getitem", "setitem", "delitem"):
-    setattr(Object, f"__{_name}__", _operation(_name, with_others=True))
+    setattr(Object, f"__{_name}__", _forward_operation(_name, takes_others=True))
 for _name in ("add", "sub", "mul", "truediv", "neg"):
-    setattr(Object, f"__{_name}__", _operation(_name, with_others=False))
+    setattr(Object, f"__{_name}__", _forward_operation(_name, takes_others=False))
 
 
 class Program:
     """The program at the other end of the socket ``fd``; when it is gone this process exits."""
 
     def __init__(self, fd: int) -> None:
-        self._channel = Channel(fd, self._obey, lambda: os._exit(GONE))
+        self._channel = Channel(fd, self._obey, lambda: os._exit(PROGRAM_GONE))
         self._things: dict[int, Any] = {}  # stand-ins by number
         self._classes: dict[int, type] = {}
         self._errors: dict[tuple[str, str], type[BaseException]] = {}
@@ -148,31 +148,35 @@ class Program:
             if name in names and value is not MODULE
         }
 
-    def do(self, operation: str, *args: Any, **named: Any) -> Any:
+    def do(self, operation: str, *args: Any, **keywords: Any) -> Any:
         """Perform an operation on objects of the program; raise what the program raised.
 
         Raises:
             TypeError: if an argument cannot be passed on.
         """
-        given = [to_json(one, self._theirs) for one in args]
-        is_heard = sys.stdout is not sys.__stdout__  # the test looks at what is printed
-        sent = {key: to_json(one, self._theirs) for key, one in named.items()}
-        answer = self._channel.ask([operation, given, sent, is_heard])
+        arguments = [to_json(argument, self._theirs) for argument in args]
+        # The test looks at what is printed.
+        is_captured = sys.stdout is not sys.__stdout__
+        keyword_arguments = {
+            key: to_json(argument, self._theirs) for key, argument in keywords.items()
+        }
+        answer = self._channel.ask([operation, arguments, keyword_arguments, is_captured])
         try:
-            kind, printed, *rest = answer
-            if printed and is_heard:
+            kind, printed, *details = answer
+            if printed and is_captured:
                 sys.stdout.write(str(printed))
             if kind == "value":
-                value = from_json(rest[0], self._stand_in)
-                told = [from_json(one, self._stand_in) for one in rest[1] or ()]
-                for old, new in zip(args, told, strict=False):
+                value = from_json(details[0], self._stand_in)
+                changed_arguments = [from_json(node, self._stand_in) for node in details[1] or ()]
+                for old, new in zip(args, changed_arguments, strict=False):
                     if new is not None and type(new) is type(old) and isinstance(old, MUTABLE):
                         put_back(old, new)
                 return value
-            error = self._error(*rest)
+            error = self._error(*details)
         except (Garbled, ValueError, TypeError, IndexError, KeyError, AttributeError):
             sys.excepthook(*sys.exc_info())
-            os._exit(GONE)  # it answers what no program does
+            # It answers what no program does.
+            os._exit(PROGRAM_GONE)
         raise error
 
     def attribute(self, thing: Any, name: str) -> Any:
@@ -183,10 +187,10 @@ class Program:
 
     def next(self, thing: Any) -> Any:
         """Return the next item of an iterator."""
-        found = self.do("next", thing)
-        if type(found) is list and len(found) == 1 and found[0] == END:
+        item = self.do("next", thing)
+        if type(item) is list and len(item) == 1 and item[0] == END:
             raise StopIteration
-        return found
+        return item
 
     # -------------------------------------------------------------------------------------------
     # what is sent
@@ -201,18 +205,25 @@ class Program:
         if callable(value):
             self._callbacks.append(value)
             return ["yours", len(self._callbacks) - 1]
-        why = f"a {type(value).__name__} cannot be passed to the program; plain data, functions and its own objects can"
-        raise TypeError(why)
+        raise TypeError(
+            f"a {type(value).__name__} cannot be passed to the program; plain data, "
+            "functions and its own objects can"
+        )
 
     def _obey(self, question: Any) -> Any:
         """Call a function of the tests for the program."""
         try:
             if isinstance(question, TooMuch):
                 raise question
-            number, args, named = question
-            given = {key: from_json(one, self._stand_in) for key, one in named.items()}
-            taken = [from_json(one, self._stand_in) for one in args]
-            return ["value", to_json(self._callbacks[number](*taken, **given), self._theirs)]
+            number, args, keywords = question
+            keyword_arguments = {
+                key: from_json(node, self._stand_in) for key, node in keywords.items()
+            }
+            arguments = [from_json(node, self._stand_in) for node in args]
+            return [
+                "value",
+                to_json(self._callbacks[number](*arguments, **keyword_arguments), self._theirs),
+            ]
         except Exception as error:  # noqa: BLE001 - what it raises goes to the program
             return ["raised", type(error).__name__, str(error)]
 
@@ -231,22 +242,22 @@ class Program:
             raise Garbled(str(kind))
         if kind == "awaitable":
             return self._coroutine(node[1])
-        found = self._things.get(node[1])
-        if found is None:
+        thing = self._things.get(node[1])
+        if thing is None:
             cls = {"function": Function, "iterator": Iterated}.get(kind) or self._class(
                 *node[2][1:]
             )
-            found = self._things[node[1]] = object.__new__(cls)
-            object.__setattr__(found, "_remote_number", node[1])
+            thing = self._things[node[1]] = object.__new__(cls)
+            object.__setattr__(thing, "_remote_number", node[1])
             if kind == "function":
-                object.__setattr__(found, "__name__", str(node[2]))
-        return found
+                object.__setattr__(thing, "__name__", str(node[2]))
+        return thing
 
     def _class(self, number: int, name: str, bases: list[Any]) -> type:
         if number not in self._classes:
-            found = tuple(self._class(*one[1:]) for one in bases) or (Object,)
+            parents = tuple(self._class(*parent[1:]) for parent in bases) or (Object,)
             cls: type = type.__new__(
-                _Class, str(name), found, {"__slots__": (), "__module__": "solution"}
+                _Class, str(name), parents, {"__slots__": (), "__module__": "solution"}
             )
             type.__setattr__(cls, "_remote_class", int(number))
             self._classes[number] = cls
@@ -258,24 +269,26 @@ class Program:
         return self.do("await", thing)
 
     def _error_class(self, chain: list[list[str]]) -> type[BaseException]:
-        (module, name), *rest = chain
+        (module, name), *base_chain = chain
         if (module in SHARED and module in sys.modules) or module == "builtins":
-            found = getattr(sys.modules[module], name, None)
-            if isinstance(found, type) and issubclass(found, BaseException):
-                return RuntimeError if name in NOT_PASSED_ON else found
+            error_class = getattr(sys.modules[module], name, None)
+            if isinstance(error_class, type) and issubclass(error_class, BaseException):
+                return RuntimeError if name in NOT_PASSED_ON else error_class
         if (module, name) not in self._errors:
-            base = self._error_class(rest) if rest else Exception
+            base = self._error_class(base_chain) if base_chain else Exception
             self._errors[module, name] = type(str(name), (base,), {"__module__": "solution"})
         return self._errors[module, name]
 
-    def _error(self, chain: list[list[str]], said: str, details: list[Any]) -> BaseException:
+    def _error(self, chain: list[list[str]], message: str, details: list[Any]) -> BaseException:
         cls = self._error_class(chain)
-        args, attributes = (None if one is None else from_json(one, _nothing) for one in details)
+        args, attributes = (
+            None if node is None else from_json(node, _refuse_node) for node in details
+        )
         try:
-            error = cls(*(args if type(args) is tuple else (str(said),)))
+            error = cls(*(args if type(args) is tuple else (str(message),)))
         except Exception:  # noqa: BLE001 - it wants other arguments
             error = cls.__new__(cls)
-            error.args = (str(said),)
+            error.args = (str(message),)
         if type(attributes) is dict and cls.__module__ == "solution":
             vars(error).update(
                 {key: value for key, value in attributes.items() if type(key) is str}
@@ -284,18 +297,18 @@ class Program:
 
 
 class Solution(ModuleType):
-    """The module ``solution`` of the tests; ``offered`` is what ``from solution import *`` imports."""
+    """The tests' module ``solution``; ``offered`` is what ``from solution import *`` imports."""
 
     def __init__(self, program: Program, offered: dict[str, Any]) -> None:
         super().__init__("solution")
         vars(self).update(offered, __all__=list(offered), _remote_program=program)
 
     def __getattr__(self, name: str) -> Any:
-        found = {} if name.startswith("__") else vars(self)["_remote_program"].names([name])
-        if name not in found:
+        values = {} if name.startswith("__") else vars(self)["_remote_program"].names([name])
+        if name not in values:
             raise AttributeError(f"the program has no {name}")
-        vars(self)[name] = found[name]
-        return found[name]
+        vars(self)[name] = values[name]
+        return values[name]
 
 
 END = "the iterator's end"
@@ -303,9 +316,9 @@ MODULE = object()  # stands for any module of the program's
 _programs: list[Program] = []
 
 
-def _program() -> Program:
+def _current_program() -> Program:
     return _programs[-1]
 
 
-def _nothing(node: Any) -> NoReturn:
+def _refuse_node(node: Any) -> NoReturn:
     raise Garbled(str(node)[:100])

@@ -19,14 +19,15 @@ from typing import Final, Literal
 from broker.errors import NotInstalled
 from rlearner_sandbox import seccomp
 from rlearner_sandbox.command import ENVIRONMENT, Mode, SandboxLimits, code, free_uid, inside, jail
-from rlearner_sandbox.ended import GONE, ProgramChecks, ProgramEnd
+from rlearner_sandbox.ended import PROGRAM_GONE, ProgramChecks, ProgramEnd
 from rlearner_sandbox.names import names_of
 from rlearner_sandbox.talk import ProcessLoop, SandboxFailed, SandboxProcess
 
 Kind = Literal["bubblewrap", "none"]
 Task = Literal["script", "asserts", "calls"]
 
-LAST_WORDS_S: Final = 2.0  # for a program whose tests say that it is gone, to end as it does
+# For a program whose tests say that it is gone, to end as it does.
+LAST_WORDS_S: Final = 2.0
 
 _SEALS: Final = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
 
@@ -103,25 +104,29 @@ class Sandbox:
         wall_s = self.limits.wall_s if wall_s is None else wall_s
         if mode == "asserts":
             assert tests is not None
-            return self._judged(program, tests, wall_s)
-        token = "" if tests is None else secrets.token_hex(16)
-        checks = () if tests is None else (token, tests.first, str(len(tests.each)), *tests.each)
+            return self._run_asserts(program, tests, wall_s)
+        token = ""
+        checks: tuple[str, ...] = ()
+        if tests is not None:
+            # The program may write to this socket, too, but cannot guess the token.
+            token = secrets.token_hex(16)
+            checks = (token, tests.first, str(len(tests.cases)), *tests.cases)
         with (
             ProcessLoop() as loop,
-            self._start(mode, wall_s, [program], then=checks, token=token, stdin=stdin) as talk,
+            self._start(
+                mode, wall_s, [program], later_texts=checks, token=token, stdin=stdin
+            ) as talk,
         ):
             loop.add(talk)
             loop.until(lambda: False)
             return talk.ended()
 
-    def _judged(self, program: str, tests: ProgramChecks, wall_s: float) -> ProgramEnd:
-        """Run the program in one sandbox and its tests in another, connected by a socket for plain
-        data.
-        """
-        names = names_of((tests.first, *tests.each))
+    def _run_asserts(self, program: str, tests: ProgramChecks, wall_s: float) -> ProgramEnd:
+        """Run the program in one sandbox and its tests in another, with a socket between."""
+        names = names_of((tests.first, *tests.cases))
         token = secrets.token_hex(16)
         names_json = json.dumps({"program": names.program, "library": names.library})
-        texts = [token, names_json, tests.first, str(len(tests.each)), *tests.each]
+        texts = [token, names_json, tests.first, str(len(tests.cases)), *tests.cases]
         theirs, ours = socket.socketpair()
         with (
             theirs,
@@ -130,6 +135,7 @@ class Sandbox:
             self._start("asserts", wall_s, [program], token=token, channel=theirs) as host,
         ):
             loop.add(host)
+            # The tests start once the program is loaded, so its time limit is its own.
             loop.until(lambda: host.loaded or host.silent)
             if not host.loaded or loop.is_over(host):
                 host.stop(after_s=LAST_WORDS_S)
@@ -140,15 +146,21 @@ class Sandbox:
                 loop.until(lambda: loop.is_over(judge))
                 judged = judge.ended()
                 loop.remove(judge)
-            host.stop(after_s=LAST_WORDS_S if judged.exit_code == GONE else 0.0)
+            host.stop(after_s=LAST_WORDS_S if judged.exit_code == PROGRAM_GONE else 0.0)
             loop.until(lambda: False)
-            return _together(host.ended(), judged)
+            return _merge_ends(host.ended(), judged)
 
     def _start(
-        self, mode: Mode, wall_s: float, texts: Sequence[str], *, then: Sequence[str] = (), token: str = "",
+        self,
+        mode: Mode,
+        wall_s: float,
+        texts: Sequence[str],
+        *,
+        later_texts: Sequence[str] = (),
+        token: str = "",
         stdin: bytes = b"",
         channel: socket.socket | None = None,
-    ) -> SandboxProcess:  # fmt: skip
+    ) -> SandboxProcess:
         """Start a process that runs ``inside.py``; its end of the channel is closed here."""
         ours, theirs = socket.socketpair()
         files = [sealed_file(stdin)]
@@ -158,9 +170,15 @@ class Sandbox:
                 mode, theirs.fileno(), -1 if channel is None else channel.fileno(), files
             )
             child = subprocess.Popen(
-                command, stdin=files[0], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT, cwd="/",
-                pass_fds=passed, start_new_session=True,
-            )  # fmt: skip
+                command,
+                stdin=files[0],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=ENVIRONMENT,
+                cwd="/",
+                pass_fds=passed,
+                start_new_session=True,
+            )
         except OSError as error:
             ours.close()
             raise SandboxFailed(f"no process can be started: {error}") from None
@@ -170,15 +188,23 @@ class Sandbox:
                 channel.close()
             for fd in files:
                 os.close(fd)
-        return SandboxProcess(child, ours, self.limits, wall_s, texts, then, token)
+        return SandboxProcess(
+            child,
+            ours,
+            self.limits,
+            wall_s=wall_s,
+            texts=texts,
+            later_texts=later_texts,
+            token=token,
+        )
 
     def _command(
         self, mode: Mode, control: int, channel: int, files: list[int]
     ) -> tuple[list[str], tuple[int, ...]]:
         passed = (control,) if channel < 0 else (control, channel)
-        # processes cannot be limited: the kernel counts all that this user has
+        # No limit on processes here: the kernel counts all that this user has.
         if self._kind == "none":
-            own = inside(
+            python = inside(
                 control,
                 mode,
                 self.limits,
@@ -187,24 +213,30 @@ class Sandbox:
                 channel=channel,
                 packages=self._packages,
             )
-            return own, passed
+            return python, passed
         files.append(sealed_file(self._filter))
         uid = 0
         if self._root:
             uid = free_uid(os.getpid() * 16 + next(self._numbers) % 16, id_maps())
         head = jail(self._bwrap, files[-1], self.limits, root=self._root, packages=self._packages)
-        most = self.limits.processes
+        num_processes = self.limits.processes
         packages = self._packages
-        own = inside(
-            control, mode, self.limits, uid=uid, processes=most, channel=channel, packages=packages
+        python = inside(
+            control,
+            mode,
+            self.limits,
+            uid=uid,
+            processes=num_processes,
+            channel=channel,
+            packages=packages,
         )
-        return head + own, (*passed, files[-1])
+        return head + python, (*passed, files[-1])
 
 
-def _together(host: ProgramEnd, judged: ProgramEnd) -> ProgramEnd:
+def _merge_ends(host: ProgramEnd, judged: ProgramEnd) -> ProgramEnd:
     """Return the end of a program with the verdicts of its tests."""
-    theirs = 0 if judged.exit_code == GONE else judged.exit_code
-    exit_code = host.exit_code or theirs
+    tests_exit_code = 0 if judged.exit_code == PROGRAM_GONE else judged.exit_code
+    exit_code = host.exit_code or tests_exit_code
     killed_for = host.killed_for or judged.killed_for
     return replace(
         host,

@@ -1,5 +1,4 @@
-"""The filter on system calls: a BPF program in the kernel's format (seccomp(2), linux/filter.h,
-linux/seccomp.h).
+"""The filter on system calls, in BPF (seccomp(2), linux/filter.h, linux/seccomp.h).
 
 It allows the calls that were reviewed. Refused are those that programs do not need and kernels have
 had bugs in (tracing, namespaces, mounts, keys, BPF, io_uring, sockets other than Unix and IP),
@@ -66,26 +65,40 @@ class CallTable:
 
 
 _X86_64: Final = {
-    "ptrace": 101, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "unshare": 272, "setns": 308,
-    "bpf": 321, "perf_event_open": 298, "add_key": 248, "request_key": 249, "keyctl": 250, "userfaultfd": 323,
-    "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "memfd_create": 319, "shmget": 29, "msgget": 68,
-    "semget": 64, "mq_open": 240, "name_to_handle_at": 303, "open_by_handle_at": 304, "init_module": 175,
-    "finit_module": 313, "delete_module": 176, "kexec_load": 246, "kexec_file_load": 320, "reboot": 169, "swapon": 167,
-    "swapoff": 168, "acct": 163, "quotactl": 179, "syslog": 103, "personality": 135, "iopl": 172, "ioperm": 173,
+    "ptrace": 101, "mount": 165, "umount2": 166, "pivot_root": 155, "chroot": 161, "unshare": 272,
+    "setns": 308,
+    "bpf": 321, "perf_event_open": 298, "add_key": 248, "request_key": 249, "keyctl": 250,
+    "userfaultfd": 323,
+    "process_vm_readv": 310, "process_vm_writev": 311, "kcmp": 312, "memfd_create": 319,
+    "shmget": 29, "msgget": 68,
+    "semget": 64, "mq_open": 240, "name_to_handle_at": 303, "open_by_handle_at": 304,
+    "init_module": 175,
+    "finit_module": 313, "delete_module": 176, "kexec_load": 246, "kexec_file_load": 320,
+    "reboot": 169, "swapon": 167,
+    "swapoff": 168, "acct": 163, "quotactl": 179, "syslog": 103, "personality": 135, "iopl": 172,
+    "ioperm": 173,
     "modify_ldt": 154, "uselib": 134, "sysfs": 139, "vhangup": 153, "_sysctl": 156, "adjtimex": 159,
-    "settimeofday": 164, "sethostname": 170, "setdomainname": 171, "create_module": 174, "get_kernel_syms": 177,
-    "query_module": 178, "nfsservctl": 180, "lookup_dcookie": 212, "clock_settime": 227, "vserver": 236,
+    "settimeofday": 164, "sethostname": 170, "setdomainname": 171, "create_module": 174,
+    "get_kernel_syms": 177,
+    "query_module": 178, "nfsservctl": 180, "lookup_dcookie": 212, "clock_settime": 227,
+    "vserver": 236,
     "migrate_pages": 256, "move_pages": 279, "fanotify_init": 300, "clock_adjtime": 305,
 }  # fmt: skip
 _AARCH64: Final = {
-    "ptrace": 117, "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "unshare": 97, "setns": 268, "bpf": 280,
+    "ptrace": 117, "mount": 40, "umount2": 39, "pivot_root": 41, "chroot": 51, "unshare": 97,
+    "setns": 268, "bpf": 280,
     "perf_event_open": 241, "add_key": 217, "request_key": 218, "keyctl": 219, "userfaultfd": 282,
-    "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "memfd_create": 279, "shmget": 194, "msgget": 186,
-    "semget": 190, "mq_open": 180, "name_to_handle_at": 264, "open_by_handle_at": 265, "init_module": 105,
-    "finit_module": 273, "delete_module": 106, "kexec_load": 104, "kexec_file_load": 294, "reboot": 142, "swapon": 224,
-    "swapoff": 225, "acct": 89, "quotactl": 60, "syslog": 116, "personality": 92, "lookup_dcookie": 18,
+    "process_vm_readv": 270, "process_vm_writev": 271, "kcmp": 272, "memfd_create": 279,
+    "shmget": 194, "msgget": 186,
+    "semget": 190, "mq_open": 180, "name_to_handle_at": 264, "open_by_handle_at": 265,
+    "init_module": 105,
+    "finit_module": 273, "delete_module": 106, "kexec_load": 104, "kexec_file_load": 294,
+    "reboot": 142, "swapon": 224,
+    "swapoff": 225, "acct": 89, "quotactl": 60, "syslog": 116, "personality": 92,
+    "lookup_dcookie": 18,
     "nfsservctl": 42, "vhangup": 58, "clock_settime": 112, "sethostname": 161, "setdomainname": 162,
-    "settimeofday": 170, "adjtimex": 171, "migrate_pages": 238, "move_pages": 239, "fanotify_init": 262,
+    "settimeofday": 170, "adjtimex": 171, "migrate_pages": 238, "move_pages": 239,
+    "fanotify_init": 262,
     "clock_adjtime": 266,
 }  # fmt: skip
 MACHINES: Final = {
@@ -99,53 +112,76 @@ MACHINES: Final = {
 
 
 def program(machine: str | None = None, *, memory_files: bool = False) -> bytes:
-    """Return the filter for ``bwrap --seccomp``; raise KeyError unless the machine is x86_64 or
-    aarch64.
+    """Return the filter for ``bwrap --seccomp``; KeyError unless x86_64 or aarch64.
 
     Args:
         memory_files: whether memfd_create is allowed, for programs whose memory somebody else
             watches.
     """
     table = MACHINES[machine or platform.machine()]
-    code = [_op(LOAD, ARCH_AT), _op(EQUAL, table.arch, 1, 0), _op(RETURN, KILL)]
-    code += [_op(LOAD, NUMBER_AT), _op(AT_LEAST, X32, 0, 1), _op(RETURN, KILL)]
+    code = [
+        _instruction(LOAD, ARCH_AT),
+        _instruction(EQUAL, table.arch, 1, 0),
+        _instruction(RETURN, KILL),
+    ]
+    code += [
+        _instruction(LOAD, NUMBER_AT),
+        _instruction(AT_LEAST, X32, 0, 1),
+        _instruction(RETURN, KILL),
+    ]
     for name, number in table.refused.items():
         if not (memory_files and name == "memfd_create"):
-            code += _when(number, _fail(errno.EPERM))
-    code += _when(CLONE3, _fail(errno.ENOSYS))
+            code += _if_equal(number, _fail_with(errno.EPERM))
+    code += _if_equal(CLONE3, _fail_with(errno.ENOSYS))
     has_namespaces = [
-        _op(LOAD, FIRST_ARGUMENT_AT),
-        _op(ANY_BIT, NEW_NAMESPACES, 0, 1),
-        _fail(errno.EPERM),
+        _instruction(LOAD, FIRST_ARGUMENT_AT),
+        _instruction(ANY_BIT, NEW_NAMESPACES, 0, 1),
+        _fail_with(errno.EPERM),
     ]
-    code += _when(table.clone, *has_namespaces, _op(RETURN, ALLOW))
-    families = [part for family in FAMILIES for part in _when(family, _op(RETURN, ALLOW))]
-    code += _when(table.socket, _op(LOAD, FIRST_ARGUMENT_AT), *families, _fail(errno.EAFNOSUPPORT))
-    options = [part for option in BUFFER_OPTIONS for part in _when(option, _fail(errno.EPERM))]
-    other_level = [
-        _op(LOAD, SECOND_ARGUMENT_AT),
-        _op(EQUAL, socket.SOL_SOCKET, 1, 0),
-        _op(RETURN, ALLOW),
+    code += _if_equal(table.clone, *has_namespaces, _instruction(RETURN, ALLOW))
+    families = [
+        part for family in FAMILIES for part in _if_equal(family, _instruction(RETURN, ALLOW))
     ]
-    code += _when(
-        table.setsockopt, *other_level, _op(LOAD, THIRD_ARGUMENT_AT), *options, _op(RETURN, ALLOW)
+    code += _if_equal(
+        table.socket,
+        _instruction(LOAD, FIRST_ARGUMENT_AT),
+        *families,
+        _fail_with(errno.EAFNOSUPPORT),
     )
-    resizing = _when(fcntl.F_SETPIPE_SZ, _fail(errno.EPERM))
-    code += _when(table.fcntl, _op(LOAD, SECOND_ARGUMENT_AT), *resizing, _op(RETURN, ALLOW))
-    code += [_op(AT_LEAST, table.last + 1, 1, 0), _op(RETURN, ALLOW)]
+    options = [
+        part for option in BUFFER_OPTIONS for part in _if_equal(option, _fail_with(errno.EPERM))
+    ]
+    other_level = [
+        _instruction(LOAD, SECOND_ARGUMENT_AT),
+        _instruction(EQUAL, socket.SOL_SOCKET, 1, 0),
+        _instruction(RETURN, ALLOW),
+    ]
+    code += _if_equal(
+        table.setsockopt,
+        *other_level,
+        _instruction(LOAD, THIRD_ARGUMENT_AT),
+        *options,
+        _instruction(RETURN, ALLOW),
+    )
+    resizing = _if_equal(fcntl.F_SETPIPE_SZ, _fail_with(errno.EPERM))
+    code += _if_equal(
+        table.fcntl, _instruction(LOAD, SECOND_ARGUMENT_AT), *resizing, _instruction(RETURN, ALLOW)
+    )
+    code += [_instruction(AT_LEAST, table.last + 1, 1, 0), _instruction(RETURN, ALLOW)]
     for number in NEWER:
-        code += _when(number, _op(RETURN, ALLOW))
-    return b"".join([*code, _fail(errno.ENOSYS)])  # C libraries then use an older call
+        code += _if_equal(number, _instruction(RETURN, ALLOW))
+    # C libraries then use an older call.
+    return b"".join([*code, _fail_with(errno.ENOSYS)])
 
 
-def _when(value: int, *body: bytes) -> list[bytes]:
+def _if_equal(value: int, *body: bytes) -> list[bytes]:
     """Return the code that runs ``body``, which must return, if the loaded word has this value."""
-    return [_op(EQUAL, value, 0, len(body)), *body]
+    return [_instruction(EQUAL, value, 0, len(body)), *body]
 
 
-def _fail(error: int) -> bytes:
-    return _op(RETURN, FAIL_WITH | error)
+def _fail_with(error: int) -> bytes:
+    return _instruction(RETURN, FAIL_WITH | error)
 
 
-def _op(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
     return struct.pack("=HBBI", code, if_true, if_false, value)

@@ -1,5 +1,4 @@
-"""Communicates with a process in the sandbox: sends its input, reads its output, and ends it in
-time.
+"""Talks to a process in the sandbox: sends its input, reads its output, ends it in time.
 
 Texts go through a socket, each preceded by its length; responses come back as lines.
 """
@@ -47,10 +46,15 @@ class SandboxProcess:
     """
 
     def __init__(
-        self, child: subprocess.Popen[bytes], control: socket.socket, limits: SandboxLimits, wall_s: float,
+        self,
+        child: subprocess.Popen[bytes],
+        control: socket.socket,
+        limits: SandboxLimits,
+        wall_s: float,
         texts: Iterable[str],
-        then: Iterable[str] = (), token: str = "",
-    ) -> None:  # fmt: skip
+        later_texts: Iterable[str] = (),
+        token: str = "",
+    ) -> None:
         self._child = child
         self._control = control
         self._limits = limits
@@ -60,7 +64,9 @@ class SandboxProcess:
         fds = (child.stdout.fileno(), child.stderr.fileno(), control.fileno())
         self._streams = {fd: bytearray() for fd in fds}
         self._handle = os.pidfd_open(child.pid)
-        self._pending, self._then, self._token = _frames(texts), _frames(then), token
+        self._pending = _frame_texts(texts)
+        self._later_texts = _frame_texts(later_texts)
+        self._token = token
         self._killed_for: KilledFor = ""
         self._killed = self._stopped = False
         self._began: float | None = None
@@ -109,18 +115,13 @@ class SandboxProcess:
     def converse(self, selector: selectors.BaseSelector) -> None:
         """Write as much as there is room for."""
         control = self._control.fileno()
+        events = selectors.EVENT_READ
+        if self._pending:
+            events |= selectors.EVENT_WRITE
         if control in selector.get_map():
-            selector.modify(
-                control,
-                selectors.EVENT_READ | (selectors.EVENT_WRITE if self._pending else 0),
-                self,
-            )
+            selector.modify(control, events, self)
         elif not self._token:
-            self.serve(
-                selector,
-                control,
-                (selectors.EVENT_WRITE if self._pending else 0) | selectors.EVENT_READ,
-            )
+            self.serve(selector, control, events)
 
     def serve(self, selector: selectors.BaseSelector, fd: int, events: int) -> None:
         """Handle a stream that is ready."""
@@ -130,7 +131,8 @@ class SandboxProcess:
             except BlockingIOError:
                 pass
             except OSError:
-                self._pending = b""  # it does not listen any more
+                # It does not listen any more.
+                self._pending = b""
         if not events & selectors.EVENT_READ:
             return
         if fd == self._handle:  # it has ended
@@ -142,6 +144,7 @@ class SandboxProcess:
             return
         except ConnectionError:
             data = b""
+        # A killed process may have filled its pipes: what it prints is dropped, reports are not.
         if not data:
             self.silent = self.silent or fd == self._control.fileno()
             if fd in selector.get_map():
@@ -149,11 +152,10 @@ class SandboxProcess:
         elif not self._killed or fd == self._control.fileno():
             self._streams[fd] += data
             if fd == self._control.fileno():
-                self._hear()
+                self._read_reports()
 
     def watch(self) -> None:
-        """Kill the process if it exceeds a limit; raise SandboxFailed if killed processes do not
-        end.
+        """Kill the process if it exceeds a limit; raise SandboxFailed if it does not end then.
 
         Time in which the machine gives its processes no processor does not count.
         """
@@ -164,7 +166,7 @@ class SandboxProcess:
             if self._killed:
                 raise SandboxFailed("processes that were killed are still there")
             self._kill("" if self._stopped else "time")
-        elif not self._killed and self._fat():
+        elif not self._killed and self._exceeds_memory():
             self._kill("memory")
         elif (
             not self._killed
@@ -172,7 +174,7 @@ class SandboxProcess:
         ):
             self._kill("output")
 
-    def _hear(self) -> None:
+    def _read_reports(self) -> None:
         lines = bytes(self._streams[self._control.fileno()]).split(b"\n")[:-1]
         for line in lines[self._num_lines :]:
             if line == b"up" and self._began is None:
@@ -181,10 +183,10 @@ class SandboxProcess:
                     self._deadline = self._began + self._wall_s
             elif line == b"loaded" and not self.loaded:
                 self.loaded = True
-                self._pending += self._then
+                self._pending += self._later_texts
         self._num_lines = len(lines)
 
-    def _fat(self) -> bool:
+    def _exceeds_memory(self) -> bool:
         now = time.monotonic()
         if self._began is None or now < max(self._began, self._looked) + LOOK_EVERY_S:
             return False
@@ -202,24 +204,34 @@ class SandboxProcess:
     def ended(self) -> ProgramEnd:
         """Return how the process ended; raise SandboxFailed if it never began."""
         exit_code = self._child.wait()
-        exit_code = 128 - exit_code if exit_code < 0 else exit_code
+        if exit_code < 0:
+            # Killed by that signal, written as a shell does: bwrap reports it so itself.
+            exit_code = 128 - exit_code
         stdout, stderr, answer_lines = (bytes(stream) for stream in self._streams.values())
         if self._began is None:
-            problem = (
-                "it did not start in time"
-                if self._killed_for
-                else stderr.decode("utf-8", "replace")
-            )
-            raise SandboxFailed(advice(problem))
+            if self._killed_for:
+                raise SandboxFailed(advice("it did not start in time"))
+            raise SandboxFailed(advice(stderr.decode("utf-8", "replace")))
         if exit_code == SIGKILLED and not self._killed_for:
             if self._killed:
                 exit_code = 0
             elif self._cpu_s >= self._limits.cpu_s:
-                exit_code = OUT_OF_TIME  # it ignored the signal that says so
-        answers = _answers(answer_lines.decode("utf-8", "replace").split("\n")[:-1], self._token)
+                # The kernel kills a program that ignores SIGXCPU, a second later.
+                exit_code = OUT_OF_TIME
+        answers = _parse_answers(
+            answer_lines.decode("utf-8", "replace").split("\n")[:-1], self._token
+        )
         seconds = time.monotonic() - self._began
         compiled = exit_code != NO_PYTHON
-        return ProgramEnd(exit_code, self._killed_for, compiled, answers, stdout, stderr, seconds)
+        return ProgramEnd(
+            exit_code,
+            self._killed_for,
+            compiled,
+            answers=answers,
+            stdout=stdout,
+            stderr=stderr,
+            seconds=seconds,
+        )
 
 
 class ProcessLoop:
@@ -236,7 +248,6 @@ class ProcessLoop:
         self._selector.close()
 
     def add(self, talk: SandboxProcess) -> None:
-        """Add a process."""
         self._talks.append(talk)
         talk.register(self._selector)
 
@@ -244,9 +255,9 @@ class ProcessLoop:
         """Remove a process that has ended."""
         self._talks.remove(talk)
 
-    def until(self, done: Callable[[], bool]) -> None:
+    def until(self, is_done: Callable[[], bool]) -> None:
         """Serve until ``done`` or until all processes have ended."""
-        while not done() and self._selector.get_map():
+        while not is_done() and self._selector.get_map():
             for talk in self._talks:
                 talk.converse(self._selector)
             for key, events in self._selector.select(LOOK_EVERY_S):
@@ -261,7 +272,7 @@ class ProcessLoop:
         return all(key.data is not talk for key in self._selector.get_map().values())
 
 
-def _answers(lines: Iterable[str], token: str) -> dict[int, str]:
+def _parse_answers(lines: Iterable[str], token: str) -> dict[int, str]:
     """Return the first answer to each test; lines without the token are not ours."""
     answers: dict[int, str] = {}
     for line in lines:
@@ -272,7 +283,7 @@ def _answers(lines: Iterable[str], token: str) -> dict[int, str]:
     return answers
 
 
-def _frames(texts: Iterable[str]) -> bytes:
+def _frame_texts(texts: Iterable[str]) -> bytes:
     """Return the texts, each prefixed with its length in four bytes little-endian."""
     encoded = [
         text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode() for text in texts

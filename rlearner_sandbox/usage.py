@@ -17,7 +17,7 @@ def used_mib(pid: int, enough: float) -> float:
 
     Shared pages count once, which takes time, only if the sum with repeats exceeds ``enough``.
     """
-    pids = _tree(pid)
+    pids = _process_tree(pid)
     resident = resident_mib(pids)
     if resident <= enough:
         return resident
@@ -27,7 +27,7 @@ def used_mib(pid: int, enough: float) -> float:
 def most_cpu_s(pid: int) -> float:
     """Return the processor seconds of the busiest of the process and its descendants."""
     most = 0
-    for process in _tree(pid):
+    for process in _process_tree(pid):
         with contextlib.suppress(OSError, IndexError, ValueError):
             fields = (
                 Path(f"/proc/{process}/stat")
@@ -35,24 +35,21 @@ def most_cpu_s(pid: int) -> float:
                 .rpartition(")")[2]
                 .split()
             )
-            most = max(most, int(fields[11]) + int(fields[12]))  # utime, stime
+            utime = int(fields[11])
+            stime = int(fields[12])
+            most = max(most, utime + stime)
     return most / _TICKS
 
 
-def _tree(pid: int) -> list[int]:
+def _process_tree(pid: int) -> list[int]:
     pids = [pid]
-    # grows while it is walked; a thread may have started what its process' first thread knows
-    # nothing of
+    # The list grows while it is walked. All threads are read: each lists only its own children.
     for process in pids:
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{process}/task"):
                 with contextlib.suppress(OSError):
-                    pids += map(
-                        int,
-                        Path(f"/proc/{process}/task/{thread}/children")
-                        .read_text(encoding="ascii")
-                        .split(),
-                    )
+                    children = Path(f"/proc/{process}/task/{thread}/children")
+                    pids += map(int, children.read_text(encoding="ascii").split())
     return pids
 
 

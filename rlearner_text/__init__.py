@@ -1,1 +1,1 @@
-"""Tokenizers, chat templates, guided decoding and the OpenAI-compatible HTTP API. Imports no role."""
+"""Tokenizers, chat templates, guided decoding, OpenAI-compatible HTTP API. Imports no role."""

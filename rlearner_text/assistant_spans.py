@@ -1,5 +1,4 @@
-"""Finds what a policy would have sampled for an assistant's message, from renderings of a chat
-template (pure).
+"""Finds what a policy would have sampled for an assistant's message, from renderings (pure).
 
 A template renders a finished turn as it looks in a history, which need not continue its own
 generation prompt: R1 opens ``<think>`` in the prompt and shows turns without it, and many templates
@@ -23,8 +22,7 @@ def common_length(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 
 def rendered_span(prompt: str, turn: str, end: str, content: str) -> str | None:
-    """Return what a template renders between its generation prompt and the end of an assistant's
-    turn.
+    """Return what a template renders from its generation prompt to the assistant's end of turn.
 
     None if that does not continue the prompt, or lacks something that the message says, such as its
     reasoning.
@@ -42,8 +40,7 @@ def rendered_span(prompt: str, turn: str, end: str, content: str) -> str | None:
 
 
 def continued_span(prompt: str, turn: str, content: str) -> str:
-    """Return an assistant's message fitted to the generation prompt, which may have opened a
-    reasoning block.
+    """Return a message fitted to the generation prompt, which may open a reasoning block.
 
     Args:
         prompt, turn, content: as ``rendered_span``.

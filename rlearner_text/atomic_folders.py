@@ -14,8 +14,7 @@ from broker.system.private_files import exchange, replace, sync
 
 @contextmanager
 def atomic_folder(target: str | Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes ``target`` when the block ends, and is removed if the
-    block raises.
+    """Yield a temporary folder that becomes ``target`` at the end; an error removes it.
 
     An existing ``target`` is replaced at once on Linux; on file systems that cannot, it is missing
     for a moment.
@@ -48,7 +47,7 @@ def finish_folder(work: Path, target: str | Path) -> None:
     """Rename a synced folder to ``target``, durably."""
     final = Path(target).absolute()
     if final.exists():
-        _swap(work, final)
+        _swap_folders(work, final)
     else:
         replace(work, final)
 
@@ -58,15 +57,17 @@ def remove_folder(folder: Path) -> None:
     own name.
     """
     doomed = folder.with_name(f".{folder.name}.old")
-    shutil.rmtree(doomed, ignore_errors=True)  # left by an earlier crash
+    # Left by an earlier crash.
+    shutil.rmtree(doomed, ignore_errors=True)
     replace(folder, doomed)
     shutil.rmtree(doomed)
 
 
-def _swap(work: Path, final: Path) -> None:
+def _swap_folders(work: Path, final: Path) -> None:
     try:
         exchange(work, final)
-    except OSError:  # the file system cannot
+    except OSError:
+        # The file system cannot.
         _rename_twice(work, final)
     else:
         shutil.rmtree(work, ignore_errors=True)  # the old one

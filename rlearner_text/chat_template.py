@@ -24,8 +24,10 @@ _PLAIN_SOURCE: Final = (
     "{%- for message in messages %}"
     "{%- if message['role'] == 'system' %}{{- message['content'] + '\\n\\n' }}"
     "{%- elif message['role'] == 'user' %}{{- 'User: ' + message['content'] + '\\n' }}"
-    "{%- elif message['role'] == 'assistant' %}{{- 'Assistant: ' + message['content'] + eos_token + '\\n' }}"
-    "{%- else %}{{- raise_exception('plain has the roles system, user and assistant') }}{%- endif %}"
+    "{%- elif message['role'] == 'assistant' %}{{- 'Assistant: ' + message['content'] + "
+    "eos_token + '\\n' }}"
+    "{%- else %}{{- raise_exception('plain has the roles system, user and assistant') }}{%- "
+    "endif %}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- 'Assistant:' }}{%- endif %}"
 )
@@ -48,7 +50,7 @@ class _GenerationBlocks(Extension):
         return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
 
 
-def _refuse(message: str) -> NoReturn:
+def _refuse_template(message: str) -> NoReturn:
     raise jinja2.TemplateError(message)
 
 
@@ -65,21 +67,19 @@ def _to_json(
     )
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
+def _build_environment() -> ImmutableSandboxedEnvironment:
     extensions = [_GenerationBlocks, loopcontrols]
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=extensions
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
+    environment.globals["raise_exception"] = _refuse_template
     environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
     return environment
 
 
 class ChatTemplate:
-    """A compiled chat template of one model; templates may use its special tokens, such as
-    ``bos_token``.
-    """
+    """A model's compiled chat template; it may use special tokens, such as ``bos_token``."""
 
     def __init__(
         self, source: str, special_tokens: Mapping[str, str], error: Callable[[str], ConfigError]
@@ -93,7 +93,7 @@ class ChatTemplate:
         self._tokens = dict(special_tokens)
         self._error = error
         try:
-            self._template = _environment().from_string(source)
+            self._template = _build_environment().from_string(source)
         except jinja2.TemplateError as problem:
             raise error(f"does not parse: {problem}") from None
 
@@ -116,10 +116,12 @@ class ChatTemplate:
             )
         except Exception as error:  # noqa: BLE001 - a template's code can raise anything
             roles = ", ".join(message["role"] for message in messages)
-            raise self._error(f"rejects messages of the roles {roles}: {_told(error)}") from None
+            raise self._error(
+                f"rejects messages of the roles {roles}: {_describe_error(error)}"
+            ) from None
 
 
-def _told(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return (
         str(error)
         if isinstance(error, jinja2.TemplateError)
@@ -128,8 +130,7 @@ def _told(error: Exception) -> str:
 
 
 def template_source(setting: str | None, *, opens_with_bos: bool = False) -> str | None:
-    """Return the source that ``model.chat_template`` of a resolved configuration means; never opens
-    a file.
+    """Return the source of ``model.chat_template`` in a resolved configuration; opens no file.
 
     Args:
         opens_with_bos: whether the tokenizer itself puts its bos token in front of a text; then
@@ -142,8 +143,11 @@ def template_source(setting: str | None, *, opens_with_bos: bool = False) -> str
         return setting
     if setting == PLAIN:
         return "{{- bos_token }}" + _PLAIN_SOURCE if opens_with_bos else _PLAIN_SOURCE
-    allowed = "plain, or the text of a template: only the process that starts a run reads the file"
-    raise ConfigError(TEMPLATE_KEY, setting, allowed)
+    raise ConfigError(
+        TEMPLATE_KEY,
+        setting,
+        "plain, or the text of a template: only the process that starts a run reads the file",
+    )
 
 
 def is_template(text: str) -> bool:
@@ -152,8 +156,7 @@ def is_template(text: str) -> bool:
 
 
 def read_template(setting: str | None) -> str | None:
-    """Return ``model.chat_template`` with the text of the file that it names, for every process of
-    the run.
+    """Return ``model.chat_template`` with the text of its file, for every process of the run.
 
     Raises:
         ConfigError: if there is no such file, or it holds no template.
@@ -178,9 +181,7 @@ def read_template(setting: str | None) -> str | None:
 
 
 def find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str) -> str | None:
-    """Return the source of a folder's default chat template, or None; template files take
-    precedence.
-    """
+    """Return the source of a folder's default chat template, or None; template files come first."""
     for file in (folder / TEMPLATE_FILE, folder / "additional_chat_templates" / "default.jinja"):
         if file.exists():
             return file.read_text(encoding="utf-8")
@@ -195,6 +196,10 @@ def find_template(folder: Path, tokenizer_config: Mapping[str, Any], name: str) 
             else None
         )
     if template is not None and not isinstance(template, str):
-        problem = "chat_template in its tokenizer_config.json is neither a string nor a list of named strings"
-        raise ConfigError("model.path", name, problem)
+        raise ConfigError(
+            "model.path",
+            name,
+            "chat_template in its tokenizer_config.json is neither a string nor a list of "
+            "named strings",
+        )
     return template

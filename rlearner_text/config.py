@@ -8,8 +8,7 @@ __all__ = ["ModelSection", "TinyModel", "check_model_path"]
 
 
 def check_model_path(path: str, key: str = "model.path") -> None:
-    """Check that a path is a Hugging Face model: a folder with config and weights, or a hub name
-    that resolves.
+    """Check that a path is a Hugging Face model: a folder, or a hub name that resolves.
 
     Raises:
         ConfigError: if it is not; names the key, the path and what is missing.

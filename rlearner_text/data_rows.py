@@ -15,8 +15,7 @@ PARQUET: Final = (".parquet", ".pq")
 
 
 def read_rows(path: str | Path, key: str = "data") -> Iterator[tuple[int, Row]]:
-    """Yield (number from 1, row): non-empty lines of a JSONL file, or rows of a Parquet file
-    (``.parquet``, ``.pq``).
+    """Yield (number from 1, row): non-empty lines of a JSONL file, or rows of a Parquet file.
 
     Args:
         key: of the configuration, for error messages.
@@ -25,20 +24,22 @@ def read_rows(path: str | Path, key: str = "data") -> Iterator[tuple[int, Row]]:
         ConfigError: if the file cannot be read, is not a Parquet file, or pyarrow is missing.
         DataError: if a line is not a JSON object; names file and line.
     """
-    return _parquet(path, key) if str(path).lower().endswith(PARQUET) else _jsonl(path, key)
+    return (
+        _read_parquet(path, key) if str(path).lower().endswith(PARQUET) else _read_jsonl(path, key)
+    )
 
 
-def _jsonl(path: str | Path, key: str) -> Iterator[tuple[int, Row]]:
+def _read_jsonl(path: str | Path, key: str) -> Iterator[tuple[int, Row]]:
     try:
         with open(path, "rb") as file:
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield number, _object(str(path), number, line)
+                    yield number, _parse_object(str(path), number, line)
     except OSError as error:
         raise ConfigError(key, str(path), f"the file cannot be read: {error.strerror}") from None
 
 
-def _object(path: str, number: int, line: bytes) -> Row:
+def _parse_object(path: str, number: int, line: bytes) -> Row:
     try:
         row = strict.parse_json(line.decode())
     except UnicodeDecodeError as error:
@@ -50,7 +51,7 @@ def _object(path: str, number: int, line: bytes) -> Row:
     return row
 
 
-def _parquet(path: str | Path, key: str) -> Iterator[tuple[int, Row]]:
+def _read_parquet(path: str | Path, key: str) -> Iterator[tuple[int, Row]]:
     try:
         from pyarrow import ArrowException
         from pyarrow.parquet import ParquetFile
@@ -61,7 +62,8 @@ def _parquet(path: str | Path, key: str) -> Iterator[tuple[int, Row]]:
     number = 0
     try:
         for batch in ParquetFile(path).iter_batches():
-            for number, row in enumerate(batch.to_pylist(), start=number + 1):  # noqa: B020 - continues the numbers
+            for row in batch.to_pylist():
+                number += 1
                 yield number, row
     except OSError as error:
         raise ConfigError(

@@ -1,5 +1,4 @@
-"""Which families of models work, as ``python -m bench.families`` computed by running each; imports
-no torch.
+"""Which families of models work, as ``python -m bench.families`` measured; imports no torch.
 
 The file families.json is the only place with these facts: docs/models.md is generated from it, and
 ``check``, ``doctor`` and ``plan`` refuse by it before any process starts.
@@ -21,8 +20,8 @@ from rlearner_text.hub import is_local, read_json
 
 FILE: Final = Path(str(files("rlearner_text") / "families.json"))
 WORKS: Final = "works"
-SERVED: Final = ("engine", "weights")  # cells of engine hf
-TRAINED: Final = ("padded", "resume", "export")  # cells of every learner
+SERVED_CELLS: Final = ("engine", "weights")  # cells of engine hf
+TRAINED_CELLS: Final = ("padded", "resume", "export")  # cells of every learner
 
 
 class Family(msgspec.Struct, frozen=True):
@@ -73,15 +72,16 @@ def family_of(config: Mapping[str, Any]) -> Family | None:
     rows = [
         row
         for row in rows
-        if all(_setting(config, path) == value for path, value in row.when.items())
+        if all(_setting_at(config, path) == value for path, value in row.when.items())
     ]
     return max(rows, key=lambda row: len(row.when), default=None)
 
 
-def _setting(config: Mapping[str, Any], path: str) -> Any:
+def _setting_at(config: Mapping[str, Any], path: str) -> Any:
+    value: Any = config
     for key in path.split("."):
-        config = config.get(key) if isinstance(config, Mapping) else None  # type: ignore[assignment]
-    return config
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return value
 
 
 def family_at(path: str | None) -> Family | None:
@@ -109,7 +109,7 @@ def check_trained(
     """
     if family is None:
         return
-    if reason := family.refusal(*TRAINED):
+    if reason := family.refusal(*TRAINED_CELLS):
         raise ConfigError("model.path", path, f"{family.model_type} cannot be trained: {reason}")
     if packing == "packed" and (reason := family.refusal("packed")):
         allowed = f"auto or padded with {family.model_type}: {reason}"
@@ -126,7 +126,7 @@ def check_served(family: Family | None) -> None:
     Raises:
         ConfigError: if not; names the reason.
     """
-    if family is not None and (reason := family.refusal(*SERVED)):
+    if family is not None and (reason := family.refusal(*SERVED_CELLS)):
         raise ConfigError(
             "rollout.engine", "hf", f"vllm or sglang with {family.model_type}: {reason}"
         )

@@ -23,7 +23,10 @@ def weights_problem(tensors: Mapping[str, Tensor], folder: str | Path) -> str:
         if name_stored := _first_in_file(path):
             return f"{path.name}: {name_stored}"
     dtype = next(iter(tensors.values())).dtype
-    return f"{name_loaded}; its file holds only finite values, which do not fit {str(dtype).removeprefix('torch.')}"
+    return (
+        f"{name_loaded}; its file holds only finite values, which do not fit "
+        f"{str(dtype).removeprefix('torch.')}"
+    )
 
 
 def _first_in_file(path: Path) -> str:

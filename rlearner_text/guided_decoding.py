@@ -56,7 +56,8 @@ class GuideCompiler:
             raise GuideError("guided answers need a model with an end token")
         try:
             return LLTokenizer(str(file), n_vocab=self._size, eos_token=ends)
-        except ValueError:  # it knows the decoders of bytes only, not of whole characters or words
+        except ValueError:
+            # It knows the decoders of bytes only, not of whole characters or words.
             spelled = TokenizerWrapper(SpelledTokens(self._tokenizer))
             return LLTokenizer(spelled, n_vocab=self._size, eos_token=ends)
 
@@ -77,11 +78,12 @@ class GuideCompiler:
         from llguidance import LLMatcher
 
         grammar = self.grammar(guides)
-        with self._lock:  # created once for all threads
+        # Created once for all threads.
+        with self._lock:
             own = self._own
         matcher = LLMatcher(own, grammar, log_level=0)
         if matcher.is_error():
-            raise GuideError(_line(matcher.get_error()))
+            raise GuideError(_single_line(matcher.get_error()))
         return GuideMatcher(matcher, self._size)
 
     def grammar(self, guides: Sequence[wire.Guide]) -> str:
@@ -171,15 +173,14 @@ class GuideMatcher:
         return self._matcher.is_accepting()
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """Return a mask of the tokens that may come next, (vocabulary,), with the end tokens if the
-        answer may end.
+        """Return a mask of the tokens that may come next, (vocabulary,), end tokens included.
 
         Raises:
             GuideError: if the grammar grows too large.
         """
         bits: Any = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         if self._matcher.is_error():
-            raise GuideError(_line(self._matcher.get_error()))
+            raise GuideError(_single_line(self._matcher.get_error()))
         return np.unpackbits(bits, bitorder="little")[: self._size].astype(bool)
 
     def take(self, token: int) -> bool:
@@ -187,7 +188,7 @@ class GuideMatcher:
         return self._matcher.consume_token(token)
 
 
-def _line(error: str) -> str:
+def _single_line(error: str) -> str:
     """Return llguidance's error without the grammar that it quotes."""
     lines = [line.strip() for line in error.splitlines() if " | " not in line]
     message = " ".join(line for line in lines if not line.startswith("^"))

@@ -1,5 +1,4 @@
-"""Finds a model's files in a local folder or on the Hugging Face hub, without torch and
-transformers.
+"""Finds a model's files in a folder or on the Hugging Face hub; imports no torch.
 
 ``NAME@REVISION`` names a commit, branch or tag of the hub. Only safetensors are downloaded and
 loaded: other formats of weights are pickles, which run code.
@@ -17,7 +16,8 @@ from broker.errors import ConfigError
 from broker.settings.preflight import PreflightFinding
 
 TOKENIZER_FILES: Final = (
-    "config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model", "special_tokens_map.json",
+    "config.json", "generation_config.json", "tokenizer*.json", "tokenizer.model",
+    "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
     "additional_chat_templates/*",
 )  # fmt: skip
@@ -47,8 +47,7 @@ def is_local(path: str) -> bool:
 
 
 def check_trust(path: str, key: str, *, trust_remote_code: bool) -> None:
-    """Check that code of a model on the hub is that of one commit, so that nobody can replace it
-    later.
+    """Check that a hub model's code is that of one commit, so that nobody can replace it.
 
     Raises:
         ConfigError: if it is not; names the key.
@@ -61,8 +60,7 @@ def check_trust(path: str, key: str, *, trust_remote_code: bool) -> None:
 
 
 def tokenizer_folder(path: str, key: str = "model.path") -> Path:
-    """Return the folder with the tokenizer's files; downloads a hub name without its weights unless
-    it is cached.
+    """Return the folder with the tokenizer's files; downloads them if they are not cached.
 
     Raises:
         ConfigError: if there is no such folder, or no such name on the hub and in the cache.
@@ -72,12 +70,11 @@ def tokenizer_folder(path: str, key: str = "model.path") -> Path:
         if not folder.is_dir():
             raise ConfigError(key, path, f"no such folder; {_EXPECTED}")
         return folder
-    return Path(_download(path, key, TOKENIZER_FILES))
+    return Path(_download_files(path, key, TOKENIZER_FILES))
 
 
 def model_folder(path: str, key: str = "model.path", *, trust_remote_code: bool = False) -> str:
-    """Return the folder with a model's files; downloads a hub name, without pickled weights, unless
-    it is cached.
+    """Return the folder with a model's files; downloads them, without pickles, unless cached.
 
     Args:
         trust_remote_code: whether its Python files are needed, too.
@@ -90,14 +87,14 @@ def model_folder(path: str, key: str = "model.path", *, trust_remote_code: bool 
         return str(Path(path).expanduser())
     check_trust(path, key, trust_remote_code=trust_remote_code)
     code = ("*.py",) if trust_remote_code else ()
-    return _download(path, key, (*TOKENIZER_FILES, "*.safetensors", "*.json", *code))
+    return _download_files(path, key, (*TOKENIZER_FILES, "*.safetensors", "*.json", *code))
 
 
 def check_model(path: str, key: str) -> None:
     """See ``rlearner_text.config.check_model_path``."""
     _refuse_file(path, key)
     if not is_local(path):
-        read_json(Path(_download(path, key, ("config.json",))) / "config.json", path, key)
+        read_json(Path(_download_files(path, key, ("config.json",))) / "config.json", path, key)
         return
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -140,9 +137,7 @@ def _gguf_remedy(name: str) -> str:
 
 
 def check_hub_name(path: str, key: str) -> list[PreflightFinding]:
-    """Check before a start whether a hub name resolves, in the cache or on the hub; empty for a
-    local folder.
-    """
+    """Check whether a hub name resolves, in the cache or on the hub; empty for a folder."""
     if is_local(path):
         return []
     try:
@@ -155,8 +150,7 @@ def check_hub_name(path: str, key: str) -> list[PreflightFinding]:
 
 
 def layer_names(folder: Path) -> set[str] | None:
-    """Return the last names of linear layers in a language model's blocks, from its files' headers;
-    None if unknown.
+    """Return the last names of a language model's linear layers, from headers; None if unknown.
 
     Those of experts, which are stored one by one, are not among them: see ``expert_names``.
     """
@@ -177,9 +171,7 @@ def layer_names(folder: Path) -> set[str] | None:
 
 
 def expert_names(folder: Path) -> frozenset[str]:
-    """Return transformers' names of the tensors that stack a model's experts; empty if it has none,
-    or unknown.
-    """
+    """Return transformers' names of the tensors that stack experts; empty without or unknown."""
     return (
         STACKED_EXPERTS
         if any("experts" in name.split(".") for name in _stored_shapes(folder) or ())
@@ -188,9 +180,7 @@ def expert_names(folder: Path) -> frozenset[str]:
 
 
 def stored_names(folder: Path) -> list[str]:
-    """Return the names of the tensors in a model's files; empty if it has none, or one cannot be
-    read.
-    """
+    """Return the names of the tensors in a model's files; empty if they cannot be read."""
     return list(_stored_shapes(folder) or ())
 
 
@@ -210,7 +200,8 @@ def _stored_shapes(folder: Path) -> dict[str, list[int]] | None:
             header.pop("__metadata__", None)
             shapes |= {name: tensor["shape"] for name, tensor in header.items()}
         except (OSError, ValueError, AttributeError, KeyError, TypeError):
-            return None  # loading the model reports the error
+            # Loading the model reports the error.
+            return None
     return shapes
 
 
@@ -233,7 +224,7 @@ def read_json(file: Path, path: str, key: str, *, missing_ok: bool = False) -> d
     return value
 
 
-def _download(name: str, key: str, patterns: tuple[str, ...]) -> str:
+def _download_files(name: str, key: str, patterns: tuple[str, ...]) -> str:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -248,8 +239,12 @@ def _download(name: str, key: str, patterns: tuple[str, ...]) -> str:
         ) from None
     except LocalEntryNotFoundError:
         problem = "no such folder here, not in the hub's cache, and the hub cannot be reached"
-    except OSError as error:  # all errors from the hub's answer are OSErrors
-        problem = f"no such folder here, and the hub answered {type(error).__name__}: {_first_line(error)}"
+    except OSError as error:
+        # All errors from the hub's answer are OSErrors.
+        problem = (
+            f"no such folder here, and the hub answered {type(error).__name__}: "
+            f"{_first_line(error)}"
+        )
     raise ConfigError(key, name, f"{problem}; {_EXPECTED}") from None
 
 

@@ -1,5 +1,4 @@
-"""Tokenizes a conversation incrementally: appends the sampled tokens and the delta of user
-messages.
+"""Tokenizes a conversation step by step: appends sampled tokens and deltas of user messages.
 
 Existing tokens are never tokenised again, because text -> tokens is not the inverse of tokens ->
 text, and a policy must be trained on the very tokens that it sampled. The delta of a user message
@@ -24,7 +23,7 @@ class Conversation:
         token_ids: all tokens so far, n.
         loss_mask: n values, 1 if the policy sampled the token.
         logprobs: n values, the sampling logprob if the mask is 1, else 0.
-        version_runs: flat pairs (policy_version, number of sampled tokens); neighbours differ in
+        version_runs: flat pairs (policy_version, number of sampled tokens); adjacent ones differ in
             version.
         spans: (start, end) of each assistant turn's sampled tokens.
     """
@@ -42,8 +41,7 @@ class Conversation:
         return len(self.token_ids)
 
     def observe(self, text: str, role: Role = "user") -> int:
-        """Append a user message or tool result and the generation prompt; return the number of
-        added tokens.
+        """Append a user message or tool result and the prompt; return the number of new tokens.
 
         An assistant turn that ended without its end-of-turn token gets one, with mask 0.
 

@@ -35,7 +35,8 @@ _TOKENIZERS: Final = (
 )
 _NAMED_TYPE: Final = re.compile(r'"([\w.-]+)"[,:]\s*"\w+Config"')
 _TYPE_FILES: Final = ("auto_mappings.py", "configuration_auto.py")
-_FEWEST_TYPES: Final = 100  # transformers has 700; fewer were found if its files look different
+# transformers has 700; fewer were found if its files look different.
+_FEWEST_TYPES: Final = 100
 _QUANTIZED_FILES: Final = {"quantize_config.json": "gptq", "quant_config.json": "awq"}
 _QUANTIZED_NAMES: Final = {
     "fp8": "FP8",
@@ -54,7 +55,7 @@ _TEXT_TOKENS: Final = (
     "mask_token",
 )
 _SAMPLING: Final = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-_SHOWN: Final = 3
+_MAX_LISTED: Final = 3
 
 
 @dataclass(frozen=True)
@@ -107,8 +108,7 @@ def check_trained_model(
     from_hub: bool = False,
     is_trained: bool = True,
 ) -> Tokenizer | None:
-    """Check the model of a section ``model`` and return its tokenizer, None if there is nothing to
-    check yet.
+    """Check the model of a section ``model``; return its tokenizer, None if there is none yet.
 
     Args:
         model: a model without ``path`` is made later, and only its tokenizer is checked.
@@ -145,8 +145,7 @@ def check_trained_model(
 
 
 def check_tiny_tokenizer(section: ModelSection) -> Tokenizer | None:
-    """Check the chat template of a model that the run makes; return its tokenizer, None if that
-    needs a corpus.
+    """Check the chat template of a new model; return its tokenizer, None if it needs a corpus.
 
     Raises:
         ConfigError: if ``chat_template`` cannot be used.
@@ -162,8 +161,7 @@ def check_tiny_tokenizer(section: ModelSection) -> Tokenizer | None:
 
 
 def check_type(files: ModelFiles, *, trust_remote_code: bool) -> None:
-    """Check that transformers knows the architecture, or the folder brings its code and that is
-    trusted.
+    """Check that transformers knows the architecture, or the folder brings trusted code.
 
     Raises:
         ConfigError: if it does not.
@@ -175,7 +173,10 @@ def check_type(files: ModelFiles, *, trust_remote_code: bool) -> None:
     has_code = "auto_map" in files.config
     if has_code and trust_remote_code:
         return
-    problem = f"transformers {_version('transformers')} does not know the model_type {name!r} of its config.json"
+    problem = (
+        f"transformers {_package_version('transformers')} does not know the model_type {name!r} of "
+        "its config.json"
+    )
     remedy = (
         "set model.trust_remote_code to run its own code" if has_code else "use a version that does"
     )
@@ -247,20 +248,25 @@ def check_vocabulary(files: ModelFiles, tokenizer: Tokenizer) -> None:
     }
     if beyond:
         token = min(beyond)
-        problem = f"its tokenizer is larger than its embedding: token {token}, {beyond[token]!r}, has no row of {size}"
+        problem = (
+            f"its tokenizer is larger than its embedding: token {token}, "
+            f"{beyond[token]!r}, has no row of {size}"
+        )
         remedy = "use the tokenizer of this model, or resize the embedding with transformers"
         raise files.refused(f"{problem}; {remedy}")
 
 
 def check_end_tokens(files: ModelFiles, tokenizer: Tokenizer) -> None:
-    """Check that the model has an end token, and that it exists. It may be the pad token: that is
-    used nowhere.
+    """Check that the model has an end token. It may be the pad token, which is used nowhere.
 
     Raises:
         ConfigError: if it does not.
     """
     if not tokenizer.eos_token_ids:
-        remedy = "name eos_token in its tokenizer_config.json, or eos_token_id in its generation_config.json"
+        remedy = (
+            "name eos_token in its tokenizer_config.json, or eos_token_id in its "
+            "generation_config.json"
+        )
         raise files.refused(f"it has no end token, so no answer would end; {remedy}")
     size = files.text_config.get("vocab_size")
     most = max(tokenizer.eos_token_ids)
@@ -312,7 +318,10 @@ def sampling_note(model: ModelSection, domains: Mapping[str, DomainSection]) -> 
     ]
     if not differing:
         return ""
-    return f"generation_config.json of {path} has {', '.join(differing)}; a run samples by domains.<name>.sampling"
+    return (
+        f"generation_config.json of {path} has {', '.join(differing)}; a run samples by "
+        "domains.<name>.sampling"
+    )
 
 
 @lru_cache(maxsize=1)
@@ -355,7 +364,7 @@ def _media_tokens(config: Mapping[str, Any]) -> set[str]:
     }
 
 
-def _version(package: str) -> str:
+def _package_version(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:

@@ -46,8 +46,7 @@ class LocalModel:
 
 
 async def share(bus: Bus, path: str, *, with_code: bool) -> str:
-    """Store the files of a local model folder, all but the weights, for other hosts; return their
-    digest.
+    """Store a local model folder's files, without weights, for other hosts; return their digest.
 
     Args:
         with_code: whether Python files are part of the model (``model.trust_remote_code``).
@@ -78,27 +77,26 @@ async def share(bus: Bus, path: str, *, with_code: bool) -> str:
 
 
 async def local_model(bus: Bus, spec: wire.RunSpec) -> LocalModel:
-    """Return the run's model as this host has it: the named folder if it is the same one here, else
-    a private copy.
+    """Return the run's model on this host: the folder if it is the same here, else a copy.
 
     Raises:
         UserError: if neither this host nor the broker has its files, or the copy cannot be written.
     """
-    wanted = spec.model_files
+    digest = spec.model_files
     with_code = RunSettings.of_config(spec.config).model.trust_remote_code
     folder = Path(spec.model_path)
     if (
-        not wanted
+        not digest
         or await aside(MOST_BYTES, lambda: digest_of(read_files(folder, with_code=with_code)))
-        == wanted
+        == digest
     ):
         return LocalModel(spec.model_path)
-    copy = _cache() / wanted
-    if digest_of(read_files(copy, with_code=True)) != wanted:
-        files = await _fetch(bus, wanted, spec.model_path)
+    copy = _cache_folder() / digest
+    if digest_of(read_files(copy, with_code=True)) != digest:
+        files = await _fetch_files(bus, digest, spec.model_path)
         try:
             copy.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-            await aside(MOST_BYTES, lambda: _write(copy, files))
+            await aside(MOST_BYTES, lambda: _write_files(copy, files))
         except OSError as error:
             raise UserError(
                 f"cannot write {copy}: {error.strerror}; set XDG_CACHE_HOME to a folder of yours"
@@ -111,14 +109,12 @@ async def local_model(bus: Bus, spec: wire.RunSpec) -> LocalModel:
     return LocalModel(str(copy), has_weights=False)
 
 
-def _cache() -> Path:
+def _cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "rlearner" / "models"
 
 
 def read_files(folder: Path, *, with_code: bool) -> dict[str, bytes]:
-    """Return the files of a model folder by name, all but the weights; empty if there is no such
-    folder.
-    """
+    """Return a model folder's files by name, without weights; empty without a folder."""
     patterns = (*TOKENIZER_FILES, "*.py") if with_code else TOKENIZER_FILES
     paths = {file for pattern in patterns for file in folder.glob(pattern) if file.is_file()}
     return {str(file.relative_to(folder)): file.read_bytes() for file in sorted(paths)}
@@ -126,17 +122,17 @@ def read_files(folder: Path, *, with_code: bool) -> dict[str, bytes]:
 
 def digest_of(files: Mapping[str, bytes]) -> str:
     """Return 32 hexadecimal digits of the SHA-256 over names, sizes and contents."""
-    hashed = sha256()
+    hash_value = sha256()
     for name in sorted(files):
-        hashed.update(f"{name}\n{len(files[name])}\n".encode())
-        hashed.update(files[name])
-    return hashed.hexdigest()[:32]
+        hash_value.update(f"{name}\n{len(files[name])}\n".encode())
+        hash_value.update(files[name])
+    return hash_value.hexdigest()[:32]
 
 
-async def _fetch(bus: Bus, digest: str, path: str) -> dict[str, bytes]:
-    found = await bus.key_value(MODELS).values(f"{bus.run}.{digest}")
+async def _fetch_files(bus: Bus, digest: str, path: str) -> dict[str, bytes]:
+    entries = await bus.key_value(MODELS).values(f"{bus.run}.{digest}")
     parts = sorted(
-        (part for part in found.values() if isinstance(part, wire.ModelPart)),
+        (part for part in entries.values() if isinstance(part, wire.ModelPart)),
         key=lambda part: part.part,
     )
     try:
@@ -158,9 +154,9 @@ def unpack(packed: bytes) -> dict[str, bytes]:
         WireError: if the content is not valid, larger than 256 MiB, or names a file outside its
             folder.
     """
-    unpacking = zlib.decompressobj()
+    decompressor = zlib.decompressobj()
     try:
-        files = _DECODER.decode(unpacking.decompress(packed, MOST_BYTES + (1 << 20)))
+        files = _DECODER.decode(decompressor.decompress(packed, MOST_BYTES + (1 << 20)))
     except (zlib.error, msgspec.MsgspecError) as error:
         raise WireError(f"not a model's files: {error}") from None
     if (wrong := next((name for name in files if not _NAME.fullmatch(name)), None)) is not None:
@@ -168,7 +164,7 @@ def unpack(packed: bytes) -> dict[str, bytes]:
     return files
 
 
-def _write(target: Path, files: Mapping[str, bytes]) -> None:
+def _write_files(target: Path, files: Mapping[str, bytes]) -> None:
     with atomic_folder(target) as folder:
         for name, data in files.items():
             file = folder / name

@@ -1,5 +1,4 @@
-"""Judges whether logprobs of one text, computed in two ways, differ by more than the model differs
-from itself.
+"""Judges whether logprobs computed in two ways differ by more than the model from itself.
 
 A model computed whole and in parts gives other logprobs, by rounding alone: 1e-6 for one, 0.3 for
 another, a thousand times more for some tokens than for others. So a constant limit refuses good
@@ -32,7 +31,9 @@ def noise_limit(
         epsilon: of the dtype in which they were computed: ``torch.finfo(dtype).eps``.
         ratio: how many times the model's largest difference from itself is still noise.
     """
-    return ratio * float(_noise(samples).max(initial=0.0)) + _rounding(samples[0], epsilon)
+    return ratio * float(_own_distances(samples).max(initial=0.0)) + _rounding_error(
+        samples[0], epsilon
+    )
 
 
 def noise_problem(
@@ -46,15 +47,18 @@ def noise_problem(
         stretches: lengths beyond which the model computes otherwise; each stretch of text between
             them is judged alone, since few tokens past a window are lost in the mean of all.
     """
-    difference = _distance(judged, samples[0])
-    noise = _noise(samples)
-    rounding = _rounding(samples[0], epsilon)
+    difference = _token_distances(judged, samples[0])
+    noise = _own_distances(samples)
+    rounding = _rounding_error(samples[0], epsilon)
     ends = sorted({0, len(difference), *(end for end in stretches if end < len(difference))})
     for start, end in itertools.pairwise(ends):
         largest = float(difference[start:end].max())
         mean = float(difference[start:end].mean())
         if not largest <= (limit := LARGEST_RATIO * float(noise.max()) + rounding):
-            return f"logprobs differ by up to {largest:.2g}, the model from itself by {limit / LARGEST_RATIO:.2g}"
+            return (
+                f"logprobs differ by up to {largest:.2g}, the model from itself by "
+                f"{limit / LARGEST_RATIO:.2g}"
+            )
         if not mean <= (
             limit := MEAN_RATIO * max(noise[start:end].mean(), noise.mean()) + rounding / 2
         ):
@@ -64,17 +68,17 @@ def noise_problem(
     return ""
 
 
-def _noise(samples: Sequence[Values]) -> npt.NDArray[np.float64]:
+def _own_distances(samples: Sequence[Values]) -> npt.NDArray[np.float64]:
     """Return for each token how far the samples lie apart from the first."""
     if len(samples) < 2:
         return np.zeros(len(samples[0]))
     distances: npt.NDArray[np.float64] = np.max(
-        [_distance(sample, samples[0]) for sample in samples[1:]], axis=0
+        [_token_distances(sample, samples[0]) for sample in samples[1:]], axis=0
     )
     return distances
 
 
-def _distance(values: Values, reference: Values) -> npt.NDArray[np.float64]:
+def _token_distances(values: Values, reference: Values) -> npt.NDArray[np.float64]:
     """Return the distance at each token: of logprobs (n,), or root mean square of (n, tokens of the
     vocabulary).
     """
@@ -83,8 +87,6 @@ def _distance(values: Values, reference: Values) -> npt.NDArray[np.float64]:
     return distance
 
 
-def _rounding(values: Values, epsilon: float) -> float:
-    """Return the error of logprobs whose logits are rounded to a dtype: about their size times its
-    epsilon.
-    """
+def _rounding_error(values: Values, epsilon: float) -> float:
+    """Return the error of logprobs whose logits are rounded to a dtype: size times epsilon."""
     return epsilon / 4 * max(1.0, float(np.abs(values).mean()))

@@ -1,5 +1,4 @@
-"""Tries a model's tokenizer and chat template in a bounded child process before any process uses
-them.
+"""Tries a model's tokenizer and chat template in a bounded child process before their use.
 
 Both are programs of the model's author: a template can loop for years or allocate all memory, and a
 regular expression of tokenizer.json can abort the library. A model that passes is remembered by its
@@ -25,7 +24,8 @@ from broker.errors import ConfigError, UserError
 from broker.system.private_files import private_folder
 from broker.system.workers.environment import worker_environment
 
-CPU_S: Final = 20  # published tokenizers take below 3 s, templates milliseconds
+# Published tokenizers take below 3 s, templates milliseconds.
+CPU_S: Final = 20
 MEMORY_BYTES: Final = 4 << 30
 WITHIN_S: Final = 300.0  # by the clock, on a machine with other work
 OUT_OF_MEMORY: Final = 3  # exit codes of the child
@@ -40,7 +40,8 @@ _TOKENIZER_FILES: Final = (
     "additional_chat_templates/*.jinja",
 )
 _TEXTS: Final = (
-    "The quick brown fox doesn't jump over 12,345 lazy dogs.\n\n  def f(x):\n\treturn x ** 2  # \u00e9\u4e2d\U0001f600",
+    "The quick brown fox doesn't jump over 12,345 lazy dogs.\n\n  def f(x):\n\treturn x ** 2  # "
+    "\u00e9\u4e2d\U0001f600",
     "".join(map(chr, range(1, 0x250))),
     *(character * 5000 for character in "a 1\n."),
     "ab 1," * 1000,
@@ -64,7 +65,7 @@ def try_model(
     Raises:
         ConfigError: if it exceeds the limits or crashes.
     """
-    passed = _passed_models() / _digest(folder, chat_template)
+    passed = _passed_models() / _model_digest(folder, chat_template)
     if passed.exists():
         return
     order = json.dumps({"folder": str(folder), "template": chat_template, "cpu_s": CPU_S})
@@ -82,7 +83,7 @@ def try_model(
             errors="replace",
             timeout=WITHIN_S,
         )
-        problem = _problem(ended_process.returncode, ended_process.stderr)
+        problem = _describe_end(ended_process.returncode, ended_process.stderr)
     except subprocess.TimeoutExpired:
         problem = f"did not end within {WITHIN_S:g} s"
     if problem:
@@ -93,7 +94,7 @@ def try_model(
         passed.touch()
 
 
-def _problem(exit_code: int, output: str) -> str:
+def _describe_end(exit_code: int, output: str) -> str:
     if exit_code == 0:
         return ""
     if exit_code in (-signal.SIGXCPU, -signal.SIGKILL):
@@ -105,9 +106,7 @@ def _problem(exit_code: int, output: str) -> str:
 
 
 def _passed_models() -> Path:
-    """Return the folder with an empty file for each model that passed; one of this process if it
-    cannot be made.
-    """
+    """Return the folder with an empty file for each model that passed."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     folder = (
         (Path(base) if base.startswith("/") else Path.home() / ".cache")
@@ -120,7 +119,7 @@ def _passed_models() -> Path:
         return Path("/nonexistent")
 
 
-def _digest(folder: Path, template: str | None) -> str:
+def _model_digest(folder: Path, template: str | None) -> str:
     hashed = sha256(repr(template).encode())
     for package in ("tokenizers", "jinja2"):
         hashed.update(f"{package} {importlib.metadata.version(package)}\n".encode())
@@ -136,13 +135,13 @@ def _digest(folder: Path, template: str | None) -> str:
 # in the child
 
 
-def _limit(cpu_s: int) -> None:
+def _set_limits(cpu_s: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
 
 
-def _chats() -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
+def _probe_chats() -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
     """Return conversations of all shapes that a run renders, with their tools."""
     user = {"role": "user", "content": "question"}
     assistant = {"role": "assistant", "content": "answer"}
@@ -169,13 +168,13 @@ def _chats() -> list[tuple[list[dict[str, Any]], list[dict[str, Any]]]]:
     ]
 
 
-def _try(folder: Path, template: str | None) -> None:
+def _try_tokenizer(folder: Path, template: str | None) -> None:
     from rlearner_text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer(folder, str(folder), chat_template=template)
     for text in _TEXTS:
         tokenizer.decode(tokenizer.encode(tokenizer.shield(text)))
-    for chat, tools in _chats():
+    for chat, tools in _probe_chats():
         for is_prompt in (True, False):
             try:
                 tokenizer.encode(
@@ -186,13 +185,13 @@ def _try(folder: Path, template: str | None) -> None:
                     raise error.__context__ from None
 
 
-def _main() -> int:
+def _run_trial() -> int:
     from rlearner_text.tokenizer import TokenizerError
 
     order = json.load(sys.stdin)
-    _limit(order["cpu_s"])
+    _set_limits(order["cpu_s"])
     try:
-        _try(Path(order["folder"]), order["template"])
+        _try_tokenizer(Path(order["folder"]), order["template"])
     except MemoryError:
         return OUT_OF_MEMORY
     except TokenizerError as error:
@@ -204,4 +203,4 @@ def _main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(_main())
+    sys.exit(_run_trial())

@@ -1,5 +1,4 @@
-"""Makes the text by which processes compare their logprobs of a model: ordinary, and past every
-switch of it.
+"""Makes the text by which processes compare logprobs: ordinary, and past every switch.
 
 A window, a chunk or a second set of rotary factors takes effect only beyond a number of tokens that
 the configuration names. A comparison on fewer tokens says nothing about it.
@@ -16,9 +15,11 @@ import numpy as np
 
 from rlearner_text.tokenizer import Tokenizer
 
-SHORTEST: Final = 72  # tokens; past the chunks of 64 in which kernels of linear attention compute
+# Tokens; past the chunks of 64 in which kernels of linear attention compute.
+SHORTEST: Final = 72
 MARGIN: Final = 32  # tokens past the last switch
-FEWEST: Final = 12  # different tokens; attention to equal tokens is alike, whatever it sees
+# Different tokens; attention to equal tokens is alike, whatever it sees.
+FEWEST: Final = 12
 
 # Settings whose value is a number of tokens at which attention or a recurrent kernel changes.
 _SWITCH: Final = re.compile(r"window|chunk|local_attention|floor_scale|index_topk$")
@@ -28,24 +29,34 @@ _ORIGINAL: Final = "original_max_position_embeddings"
 _CHANGING_ROPES: Final = frozenset({"longrope", "su", "dynamic"})
 
 _SUBJECTS: Final = (
-    "The baker", "A young engineer", "My neighbour", "The captain", "An old teacher", "The committee", "Her brother",
-    "The gardener", "Our doctor", "A tired traveller", "The mayor", "The second violinist", "A careful reader",
+    "The baker", "A young engineer", "My neighbour", "The captain", "An old teacher",
+    "The committee", "Her brother",
+    "The gardener", "Our doctor", "A tired traveller", "The mayor", "The second violinist",
+    "A careful reader",
 )  # fmt: skip
 _VERBS: Final = (
-    "counted", "repaired", "described", "forgot about", "painted", "carried home", "sold", "wrote down", "measured",
-    "looked for", "found", "borrowed", "photographed", "asked about", "paid for", "explained", "weighed",
+    "counted", "repaired", "described", "forgot about", "painted", "carried home", "sold",
+    "wrote down", "measured",
+    "looked for", "found", "borrowed", "photographed", "asked about", "paid for", "explained",
+    "weighed",
 )  # fmt: skip
 _OBJECTS: Final = (
-    "wooden chairs", "letters from the archive", "red apples", "broken clocks", "maps of the coast", "warm coats",
-    "bottles of ink", "short stories", "bicycles", "train tickets", "jars of honey", "glass lamps", "garden tools",
-    "pairs of shoes", "loaves of bread", "old coins", "notebooks", "silver spoons", "packets of seeds",
+    "wooden chairs", "letters from the archive", "red apples", "broken clocks", "maps of the coast",
+    "warm coats",
+    "bottles of ink", "short stories", "bicycles", "train tickets", "jars of honey", "glass lamps",
+    "garden tools",
+    "pairs of shoes", "loaves of bread", "old coins", "notebooks", "silver spoons",
+    "packets of seeds",
 )  # fmt: skip
 _PLACES: Final = (
-    "near the harbour", "in the library", "behind the station", "at the market", "across the river", "on the hill",
-    "in a small village", "under the bridge", "beside the school", "at the edge of the forest", "in the kitchen",
+    "near the harbour", "in the library", "behind the station", "at the market", "across the river",
+    "on the hill",
+    "in a small village", "under the bridge", "beside the school", "at the edge of the forest",
+    "in the kitchen",
 )  # fmt: skip
 _ENDINGS: Final = (
-    "because winter was early.", "before anyone noticed.", "and the price was fair.", "while it was raining.",
+    "because winter was early.", "before anyone noticed.", "and the price was fair.",
+    "while it was raining.",
     "which surprised nobody.", "although the road was closed.", "so the meeting ended at noon.",
 )  # fmt: skip
 
@@ -57,13 +68,13 @@ def switch_lengths(model_config: Mapping[str, Any]) -> tuple[int, ...]:
         model_config: of the text model with the defaults of its class:
             ``config.get_text_config().to_dict()``.
     """
-    return tuple(sorted(set(_switches(model_config))))
+    return tuple(sorted(set(_find_switches(model_config))))
 
 
-def _switches(settings: Mapping[str, Any]) -> Iterator[int]:
+def _find_switches(settings: Mapping[str, Any]) -> Iterator[int]:
     for name, value in settings.items():
         if isinstance(value, Mapping):
-            yield from _switches(value)
+            yield from _find_switches(value)
         elif not isinstance(value, int) or isinstance(value, bool) or value < 2:
             continue
         elif name == _ORIGINAL:
@@ -82,9 +93,7 @@ def _rope_types(settings: Mapping[str, Any]) -> set[str]:
 
 
 def probe_length(model_config: Mapping[str, Any], max_context: int) -> int:
-    """Return the tokens that pass every switch within the run's context, and leave room for one
-    more.
-    """
+    """Return the tokens that pass every switch within the run's context, and leave room for one."""
     reached = [
         switch + MARGIN for switch in switch_lengths(model_config) if switch < max_context - 1
     ]
@@ -111,23 +120,28 @@ def probe_tokens(
     length = probe_length(model_config, max_context)
     ids: list[int] = []
     if tokenizer is not None:
-        sentences = _sentences(start)
+        sentences = _make_sentences(start)
         while len(ids) < length:
             paragraph = " ".join(itertools.islice(sentences, 8)) + "\n"
             piece = [token for token in tokenizer.encode(paragraph) if token < vocab_size]
             if not piece:
                 break
             ids += piece
-    if len(ids) < length or len(set(ids)) < FEWEST:  # no tokenizer, or one that knows no letters
+    # No tokenizer, or one that knows no letters.
+    if len(ids) < length or len(set(ids)) < FEWEST:
         ids = np.random.default_rng(start).integers(0, vocab_size, length).tolist()
     return ids[:length]
 
 
-def _sentences(start: int) -> Iterator[str]:
-    """Yield sentences without end; the words' numbers share no factor, so combinations repeat late."""
+def _make_sentences(start: int) -> Iterator[str]:
+    """Yield sentences without end.
+
+    The factors share no divisor with the numbers of words, so combinations repeat late.
+    """
     for n in itertools.count(start):
         subject = _SUBJECTS[n * 5 % len(_SUBJECTS)]
         verb = _VERBS[n * 7 % len(_VERBS)]
         thing = _OBJECTS[n * 4 % len(_OBJECTS)]
         place = _PLACES[n * 3 % len(_PLACES)]
-        yield f"{subject} {verb} {n * 37 % 89 + 2} {thing} {place} {_ENDINGS[n * 2 % len(_ENDINGS)]}"
+        ending = _ENDINGS[n * 2 % len(_ENDINGS)]
+        yield f"{subject} {verb} {n * 37 % 89 + 2} {thing} {place} {ending}"

@@ -12,13 +12,13 @@ from typing import Any, Final
 
 import torch
 
-FIXED: Final = "fixed"  # a rope_type that transformers never updates
+# A rope_type that transformers never updates.
+FIXED: Final = "fixed"
 _CHANGING: Final = frozenset({"longrope", "dynamic"})
 
 
 def fix_rope(model: torch.nn.Module, max_context: int) -> tuple[str, ...]:
-    """Let a loaded transformers model compute rotary positions as at ``max_context`` tokens, at
-    every length.
+    """Let a transformers model compute rotary positions as at ``max_context`` tokens, always.
 
     The configuration stays, so a saved model is as it was.
 
@@ -41,7 +41,8 @@ def fix_rope(model: torch.nn.Module, max_context: int) -> tuple[str, ...]:
                 if kind in _CHANGING:
                     _fix_frequencies(module, kind, max_context, layer_type)
                     kinds.add(kind)
-            module.rope_type = {  # type: ignore[assignment]  # an attribute of transformers, no tensor
+            # An attribute of transformers, no tensor.
+            module.rope_type = {  # type: ignore[assignment]
                 layer_type: FIXED if kind in _CHANGING else kind
                 for layer_type, kind in rope_type.items()
             }
@@ -55,7 +56,7 @@ def fix_rope(model: torch.nn.Module, max_context: int) -> tuple[str, ...]:
 def _fix_frequencies(module: Any, kind: str, max_context: int, layer_type: str | None) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    prefix = "" if layer_type is None else f"{layer_type}_"
+    prefix = f"{layer_type}_" if layer_type else ""
     frequencies: torch.Tensor = getattr(module, f"{prefix}inv_freq")
     if frequencies.is_meta:
         raise ValueError("rotary frequencies on the meta device cannot be fixed")

@@ -1,6 +1,4 @@
-"""Marks special tokens that untrusted text spells out, so that the tokenizer reads them as plain
-text.
-"""
+"""Marks special tokens in untrusted text, so that the tokenizer reads them as plain text."""
 
 from __future__ import annotations
 
@@ -8,14 +6,14 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-CUT: Final = "\U0010fffe"  # a noncharacter, which Unicode reserves for use inside a program
+# A noncharacter, which Unicode reserves for use inside a program.
+CUT: Final = "\U0010fffe"
 # characters that are searched in one call, which holds the interpreter's lock
 _PIECE: Final = 65_536
 
 
 def shielder(special: Iterable[str]) -> Callable[[str], str]:
-    """Return a function that puts ``CUT`` after the first character of every special token in a
-    text.
+    """Return a function that puts ``CUT`` into every special token of a text.
 
     Overlapping spellings are all cut. A token of one character cannot be cut and stays as it is.
     """
@@ -37,9 +35,7 @@ def shielder(special: Iterable[str]) -> Callable[[str], str]:
 
 
 def _shield_piece(pattern: re.Pattern[str], text: str, start: int, longest: int) -> str:
-    """Return a piece of a text, shielded against tokens that begin in it, also those that end in
-    the next piece.
-    """
+    """Return a piece of a text, shielded against the tokens that begin in it."""
     end = min(start + _PIECE, len(text))
     position = start
     parts = []
@@ -65,9 +61,7 @@ def shield_values(shield: Callable[[str], str], value: Any) -> Any:
 
 
 def encode_parts(text: str, encode: Callable[[str], list[int]]) -> list[int]:
-    """Return the token ids of a text, encoding the parts between its cuts apart; the cuts
-    themselves vanish.
-    """
+    """Return the token ids of a text; the parts between its cuts are encoded apart."""
     if CUT not in text:
         return encode(text)
     return [token for part in text.split(CUT) if part for token in encode(part)]

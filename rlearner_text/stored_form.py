@@ -18,14 +18,16 @@ View = tuple[str, list[int], list[int], int]
 
 
 def use_conversions(
-    module: Any, stored: Collection[str], names: Collection[str], untrained: Collection[str] = ()
+    module: Any,
+    stored_names: Collection[str],
+    names: Collection[str],
+    untrained: Collection[str] = (),
 ) -> list[str]:
-    """Have transformers save a model under the names of some files, as if it had been loaded from
-    them.
+    """Have transformers save a model under the names of some files, as if loaded from them.
 
     Args:
         module: a transformers model, which may be on the meta device, empty or sharded.
-        stored: names in the files.
+        stored_names: names in the files.
         names: of the model's tensors, tied ones under each of their names.
         untrained: those of the names that never change.
 
@@ -44,9 +46,10 @@ def use_conversions(
     own = dict.fromkeys(names, True)
     unchanged = frozenset(untrained)
     selected = []
-    for name in stored:
+    for name in stored_names:
         renamed, _ = rename_source_key(name, renamings, converters, prefix, own)
-        if renamed not in own:  # then it is not to be renamed, or not held at all
+        # Then it is not to be renamed, or not held at all.
+        if renamed not in own:
             renamed = rename_source_key(name, [], [], prefix, own)[0]
         if renamed not in own or renamed in unchanged:
             selected.append(name)
@@ -56,9 +59,7 @@ def use_conversions(
 
 
 def keeps_names(module: Any, shapes: Mapping[str, Tensor]) -> bool:
-    """Return whether transformers stores the weights of a model as they are; others it renames,
-    splits or merges.
-    """
+    """Return whether transformers stores a model's weights without renaming or splitting them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming
 
@@ -71,9 +72,7 @@ def keeps_names(module: Any, shapes: Mapping[str, Tensor]) -> bool:
 
 
 def stored_form(module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors as the files hold them: views, where nothing but names, slices and the order
-    of axes changes.
-    """
+    """Return tensors as the files hold them; views where only names, slices or axes change."""
     from transformers.core_model_loading import revert_weight_conversion
 
     form: dict[str, Tensor] = revert_weight_conversion(module, dict(tensors))
@@ -83,8 +82,7 @@ def stored_form(module: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]
 def stored_groups(
     module: Any, shapes: Mapping[str, Tensor]
 ) -> list[tuple[list[str], dict[str, Tensor]]]:
-    """Return which weights are converted together, and what they become; single ones if that is
-    possible.
+    """Return which weights are converted together, and what they become; single ones if possible.
 
     Args:
         shapes: the model's weights on the meta device.
@@ -97,25 +95,20 @@ def stored_groups(
         return [(list(shapes), whole)]
     parts = {name: tensor.shape for _, form in groups for name, tensor in form.items()}
     is_same = parts == {name: tensor.shape for name, tensor in whole.items()}
-    return (
-        groups
-        if is_same and len(parts) == sum(len(form) for _, form in groups)
-        else [(list(shapes), whole)]
-    )
+    if is_same and len(parts) == sum(len(form) for _, form in groups):
+        return groups
+    return [(list(shapes), whole)]
 
 
 class _ViewsOnly(TorchFunctionMode):
-    """Within it a tensor is not copied to make it contiguous, as transformers does with the slices
-    that it saves.
-    """
+    """Within it ``contiguous`` copies no tensor, as transformers would when it saves slices."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return args[0] if func is Tensor.contiguous else func(*args, **(kwargs or {}))
 
 
 def stored_views(module: Any, shapes: Mapping[str, Tensor]) -> dict[str, list[View]]:
-    """Return what the files hold of each weight that they hold otherwise, if all of that are views
-    of it.
+    """Return what the files hold of each changed weight, if all of that are views of it.
 
     Servers that read a model's files load updates by the same names, without a copy.
 

@@ -1,6 +1,4 @@
-"""Encodes supervised conversations: only the assistant's turns, with their end of turn, are
-trained.
-"""
+"""Encodes supervised conversations: only assistant turns and their ends are trained."""
 
 from __future__ import annotations
 
@@ -12,8 +10,7 @@ from rlearner_text.tokenizer import Tokenizer
 
 
 def check_messages(messages: Any) -> list[dict[str, str]]:
-    """Return the messages if they are an optional system message, then user and assistant turns
-    alternating.
+    """Return the messages if they are an optional system message and alternating turns.
 
     Raises:
         ValueError: if they are not; names the first wrong message.
@@ -43,8 +40,7 @@ def check_messages(messages: Any) -> list[dict[str, str]]:
 def encode_supervised(
     tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]
 ) -> tuple[list[int], list[int]]:
-    """Return token ids and loss mask, (n,) each, of checked messages, tokenized turn by turn like
-    sampled ones.
+    """Return token ids and loss mask, (n,) each, of checked messages, tokenized turn by turn.
 
     Raises:
         ConfigError: if the chat template rejects the messages.

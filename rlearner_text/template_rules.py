@@ -24,10 +24,12 @@ from rlearner_text.turn_text import TurnReader
 
 Role = Literal["user", "tool"]
 
-_ASKED: Final = ("first probe question", "second probe question", "third probe question")
-_ANSWERED: Final = ("first probe answer 11213", "second probe answer 31415")
-_DELTAS_KEPT: Final = 4096  # observations repeat; rendering a template takes about 0.1 ms
-_OPENINGS_KEPT: Final = 256  # the episodes of a group start with the same text
+_QUESTIONS: Final = ("first probe question", "second probe question", "third probe question")
+_ANSWERS: Final = ("first probe answer 11213", "second probe answer 31415")
+# Observations repeat; rendering a template takes about 0.1 ms.
+_DELTAS_KEPT: Final = 4096
+# The episodes of a group start with the same text.
+_OPENINGS_KEPT: Final = 256
 
 
 class TemplateRules:
@@ -51,10 +53,14 @@ class TemplateRules:
         self._tokenizer = tokenizer
         self._tools: list[dict[str, Any]] = json.loads(tools) if tools else []
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-        self._moves_preamble = self._tail(_ASKED[2], bare=False) != self._tail(_ASKED[2], bare=True)
+        self._moves_preamble = self._tail(_QUESTIONS[2], bare=False) != self._tail(
+            _QUESTIONS[2], bare=True
+        )
         self._check()
         self._spelling = self._find_spelling() if self._tools else None
-        if self._spelling is not None and _ASKED[1] not in self._result(_ASKED[1], self._spelling):
+        if self._spelling is not None and _QUESTIONS[1] not in self._result(
+            _QUESTIONS[1], self._spelling
+        ):
             raise self._no_calls("it does not render tool results")
         self.delta = lru_cache(maxsize=_DELTAS_KEPT)(self._delta)
         self.start = lru_cache(maxsize=_OPENINGS_KEPT)(self._start)
@@ -62,12 +68,12 @@ class TemplateRules:
 
     def _start(self, text: str) -> tuple[int, ...]:
         """Return the tokens of a first user message with system prompt and generation prompt."""
-        return tuple(self._tokenizer.encode(self._render([_user(self._tokenizer.shield(text))])))
+        return tuple(
+            self._tokenizer.encode(self._render([_user_message(self._tokenizer.shield(text))]))
+        )
 
     def _delta(self, text: str, role: Role = "user") -> tuple[int, ...]:
-        """Return the tokens after a turn of the policy: its end, the user or tool message, the
-        generation prompt.
-        """
+        """Return the tokens after a turn of the policy: its end, the message, the prompt."""
         text = self._tokenizer.shield(text)
         if role == "user":
             tail = self._tail(text, bare=self._moves_preamble)
@@ -87,12 +93,12 @@ class TemplateRules:
         Raises:
             ConfigError: if the template rejects the message.
         """
-        question = [_user(_ASKED[0])]
-        prompt = _after(self._render(question), _ASKED[0])
+        question = [_user_message(_QUESTIONS[0])]
+        prompt = _text_after(self._render(question), _QUESTIONS[0])
         span = None
         turn = ""
         for message in self._forms(text):
-            turn = _after(self._render([*question, message], prompt=False), _ASKED[0])
+            turn = _text_after(self._render([*question, message], prompt=False), _QUESTIONS[0])
             if (span := rendered_span(prompt, turn, self.end_of_turn, text)) is not None:
                 break
         if span is None:
@@ -104,18 +110,16 @@ class TemplateRules:
         """Return an assistant's message in the forms in which the template may take it."""
         reasoning, is_closed, answer = text.rpartition(CLOSE)
         if not is_closed or not self.reader.has_channels:
-            return [_assistant(text)]
+            return [_assistant_message(text)]
         thinking = reasoning.strip().removeprefix(OPEN).strip()
         thinking_fields = {
             "thinking": thinking,
             "reasoning_content": thinking,
         }  # as templates name it
-        return [_assistant(answer.strip()) | thinking_fields, _assistant(text)]
+        return [_assistant_message(answer.strip()) | thinking_fields, _assistant_message(text)]
 
     def text(self, token_ids: Sequence[int]) -> str:
-        """Return the text of a sampled turn without special tokens; reasoning stands between
-        ``<think>`` tags.
-        """
+        """Return a sampled turn's text without special tokens; reasoning in ``<think>`` tags."""
         return self.reader.text(token_ids)
 
     def calls(self, text: str) -> list[ToolCall]:
@@ -127,11 +131,11 @@ class TemplateRules:
         return self._spelling.calls(text) if self._spelling else []
 
     def _find_spelling(self) -> ToolSyntax:
-        question = [_user(_ASKED[0])]
-        words = self._render([*question, _assistant(_ANSWERED[0])], prompt=False)
+        question = [_user_message(_QUESTIONS[0])]
+        words = self._render([*question, _assistant_message(_ANSWERS[0])], prompt=False)
         try:
             spelling, behind = learn_syntax(
-                self._render([*question, PROBE], prompt=False), _before(words, _ANSWERED[0])
+                self._render([*question, PROBE], prompt=False), _text_before(words, _ANSWERS[0])
             )
         except UnknownSyntaxError as error:
             raise self._no_calls(str(error)) from None
@@ -140,12 +144,10 @@ class TemplateRules:
         return spelling
 
     def _result(self, text: str, spelling: ToolSyntax) -> str:
-        """Return what the template puts after a turn that called a tool: its end, the result, the
-        generation prompt.
-        """
+        """Return what follows a turn that called a tool: its end, the result, the prompt."""
         function = str(PROBE["tool_calls"][0]["function"]["name"])
         result = {"role": "tool", "name": function, "tool_call_id": PROBE_ID, "content": text}
-        rendered = self._render([_user(_ASKED[0]), PROBE, result])
+        rendered = self._render([_user_message(_QUESTIONS[0]), PROBE, result])
         # The call may follow other text than in a turn that ends the conversation, such as an empty
         # thinking block.
         _, is_closed, tail = rendered.partition(function)[2].partition(spelling.after)
@@ -162,8 +164,10 @@ class TemplateRules:
     @cached_property
     def end_of_turn(self) -> str:
         """Text that the template puts after an assistant turn."""
-        rendered = self._render([_user(_ASKED[0]), _assistant(_ANSWERED[0])], prompt=False)
-        return _after(rendered, _ANSWERED[0])
+        rendered = self._render(
+            [_user_message(_QUESTIONS[0]), _assistant_message(_ANSWERS[0])], prompt=False
+        )
+        return _text_after(rendered, _ANSWERS[0])
 
     @cached_property
     def closing(self) -> tuple[int, ...]:
@@ -175,7 +179,7 @@ class TemplateRules:
         model's output.
         """
         final = self._tokenizer.encode(self.end_of_turn)
-        following = self.delta(_ASKED[1])
+        following = self.delta(_QUESTIONS[1])
         # some templates end the last turn of all with more
         shared = final[: common_length(final, following)]
         if closing := self._end_tokens(shared) or self._end_tokens(final):
@@ -193,7 +197,7 @@ class TemplateRules:
         plain text closes it.
         """
         if role not in self._endings:
-            self._endings[role] = self._end_tokens(self.delta(_ASKED[1], role))
+            self._endings[role] = self._end_tokens(self.delta(_QUESTIONS[1], role))
         return self._endings[role]
 
     def is_closed(self, last_token: int, role: Role) -> bool:
@@ -224,9 +228,9 @@ class TemplateRules:
     @cached_property
     def reader(self) -> TurnReader:
         """Reads sampled turns as text."""
-        question = [_user(_ASKED[0])]
-        turn = _before(
-            self._render([*question, _assistant(_ANSWERED[0])], prompt=False), _ANSWERED[0]
+        question = [_user_message(_QUESTIONS[0])]
+        turn = _text_before(
+            self._render([*question, _assistant_message(_ANSWERS[0])], prompt=False), _ANSWERS[0]
         )
         header = (
             turn.removeprefix(prompt) if turn.startswith(prompt := self._render(question)) else ""
@@ -248,42 +252,66 @@ class TemplateRules:
         )
 
     def _tail(self, text: str, *, bare: bool) -> str:
-        return _after(
-            self._render([_user(_ASKED[0]), _assistant(_ANSWERED[0]), _user(text)], bare=bare),
-            _ANSWERED[0],
+        return _text_after(
+            self._render(
+                [
+                    _user_message(_QUESTIONS[0]),
+                    _assistant_message(_ANSWERS[0]),
+                    _user_message(text),
+                ],
+                bare=bare,
+            ),
+            _ANSWERS[0],
         )
 
     def _check(self) -> None:
-        first, second, third = _ASKED
-        one, two = _ANSWERED
+        first, second, third = _QUESTIONS
+        first_answer, second_answer = _ANSWERS
         bare = self._moves_preamble
         opening, silent = (
-            self._render([_user(first)], prompt=prompt, bare=bare) for prompt in (True, False)
+            self._render([_user_message(first)], prompt=prompt, bare=bare)
+            for prompt in (True, False)
         )
-        short = self._render([_user(first), _assistant(one), _user(third)], bare=bare)
+        short = self._render(
+            [_user_message(first), _assistant_message(first_answer), _user_message(third)],
+            bare=bare,
+        )
         long = self._render(
-            [_user(first), _assistant(one), _user(second), _assistant(two), _user(third)], bare=bare
+            [
+                _user_message(first),
+                _assistant_message(first_answer),
+                _user_message(second),
+                _assistant_message(second_answer),
+                _user_message(third),
+            ],
+            bare=bare,
         )
-        for answer, rendered in ((one, short), (one, long), (two, long)):
+        for answer, rendered in (
+            (first_answer, short),
+            (first_answer, long),
+            (second_answer, long),
+        ):
             if rendered.count(answer) != 1:
                 raise self._unstable(
                     "it does not render every assistant turn exactly once, unchanged"
                 )
-        if first not in opening or _before(opening, first) != _before(short, first):
+        if first not in opening or _text_before(opening, first) != _text_before(short, first):
             raise self._unstable("the beginning of a conversation changes when an answer follows")
         # A prompt may open the turn with more than a finished one has, such as a thinking tag, or
         # with less.
-        prompt = _after(opening, first)
-        turn = _before(_after(short, first), one)
+        prompt = _text_after(opening, first)
+        turn = _text_before(_text_after(short, first), first_answer)
         if turn.strip() != prompt.strip() and (
             opening == silent or not prompt[: common_length(prompt, turn)].strip()
         ):
             raise self._unstable("it does not begin the assistant's turn after a user message")
-        if third not in _after(short, one):
+        if third not in _text_after(short, first_answer):
             raise self._unstable("it does not render a user message that follows an answer")
-        if _after(short, one) != _after(long, two):
+        if _text_after(short, first_answer) != _text_after(long, second_answer):
             raise self._unstable("what it puts after an answer depends on earlier turns")
-        if self._system and self._render([_user(first)]) == self._render([_user(first)], bare=True):
+        if self._system and self._render([_user_message(first)]) == self._render(
+            [_user_message(first)], bare=True
+        ):
             raise self._unstable("it does not render the system message")
 
     def _unstable(self, problem: str) -> ConfigError:
@@ -301,22 +329,23 @@ def channel_reader(tokenizer: Tokenizer) -> TurnReader | None:
     """Return the reader of a model that answers in channels, None for any other."""
     try:
         reader = rules_for(tokenizer).reader
-    except ConfigError:  # the template cannot be used turn by turn, or there is none
+    except ConfigError:
+        # The template cannot be used turn by turn, or there is none.
         return None
     return reader if reader.has_channels else None
 
 
-def _user(text: str) -> dict[str, str]:
+def _user_message(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def _assistant(text: str) -> dict[str, str]:
+def _assistant_message(text: str) -> dict[str, str]:
     return {"role": "assistant", "content": text}
 
 
-def _after(rendered: str, marker: str) -> str:
+def _text_after(rendered: str, marker: str) -> str:
     return rendered.partition(marker)[2]
 
 
-def _before(rendered: str, marker: str) -> str:
+def _text_before(rendered: str, marker: str) -> str:
     return rendered.partition(marker)[0]

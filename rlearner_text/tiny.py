@@ -36,13 +36,15 @@ _CHARS_SPECIAL: Final = (
     "<|im_assistant|>",
 )
 _CHARS_TEMPLATE: Final = (
-    "{%- for message in messages %}{{- '<|im_' + message['role'] + '|>' + message['content'] + '<|im_end|>' }}"
+    "{%- for message in messages %}{{- '<|im_' + message['role'] + '|>' + message['content'] + "
+    "'<|im_end|>' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_assistant|>' }}{%- endif %}"
 )
 _BPE_SPECIAL: Final = (PAD, "<|im_start|>", END_OF_TURN)
 _BPE_TEMPLATE: Final = (
     "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{%- endfor %}"
+    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{%- "
+    "endfor %}"
     "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
 
@@ -100,19 +102,28 @@ def check_tiny(tiny: TinyModel) -> None:
             or not word.isprintable()
             or tiny.words.count(word) > 1
         ):
-            allowed = "use distinct texts of at least two printable characters, with vocab: chars"
-            raise ConfigError("model.tiny.words", word, allowed)
+            raise ConfigError(
+                "model.tiny.words",
+                word,
+                "use distinct texts of at least two printable characters, with vocab: chars",
+            )
     if tiny.vocab == "bpe":
         if tiny.corpus is None or not Path(tiny.corpus).is_file():
-            allowed = "a bpe vocabulary needs an existing text file to train on"
-            raise ConfigError("model.tiny.corpus", tiny.corpus, allowed)
+            raise ConfigError(
+                "model.tiny.corpus",
+                tiny.corpus,
+                "a bpe vocabulary needs an existing text file to train on",
+            )
         if tiny.vocab_size < (smallest := 256 + len(_BPE_SPECIAL)):
-            allowed = f"a byte-level vocabulary has at least {smallest} tokens"
-            raise ConfigError("model.tiny.vocab_size", tiny.vocab_size, allowed)
+            raise ConfigError(
+                "model.tiny.vocab_size",
+                tiny.vocab_size,
+                f"a byte-level vocabulary has at least {smallest} tokens",
+            )
 
 
 def _write_tokenizer(folder: Path, tiny: TinyModel) -> None:
-    tokenizer = _chars(tiny.words) if tiny.vocab == "chars" else _bpe(tiny)
+    tokenizer = _character_tokenizer(tiny.words) if tiny.vocab == "chars" else _bpe_tokenizer(tiny)
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -130,7 +141,7 @@ def _write_tokenizer(folder: Path, tiny: TinyModel) -> None:
     (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
-def _chars(words: Sequence[str]) -> tokenizers.Tokenizer:
+def _character_tokenizer(words: Sequence[str]) -> tokenizers.Tokenizer:
     # A BPE without merges makes every character a token and maps others to the unknown token.
     vocab = {token: index for index, token in enumerate((*_CHARS_SPECIAL, *CHARACTERS))}
     tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token=UNKNOWN))
@@ -145,7 +156,7 @@ def _chars(words: Sequence[str]) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _bpe(tiny: TinyModel) -> tokenizers.Tokenizer:
+def _bpe_tokenizer(tiny: TinyModel) -> tokenizers.Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

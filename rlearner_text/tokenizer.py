@@ -32,16 +32,19 @@ from rlearner_text.transformers_import import import_transformers
 
 # no text has more on average: a longer one does not fit, with any tokenizer
 CHARS_PER_TOKEN: Final = 128
-LONG_TEXT: Final = 16_384  # characters; encoding more takes so long that other threads must run
+# Characters; encoding more takes so long that other threads must run.
+LONG_TEXT: Final = 16_384
 # threads of the library would make it warn at every fork
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # for each token of a limit: texts with fewer characters are encoded without a first look
 CHARS_OF_SHORT: Final = 4
-JOINED_TOKENS: Final = 64  # the most by which a text has fewer tokens than its two halves
+# The most by which a text has fewer tokens than its two halves.
+JOINED_TOKENS: Final = 64
 # tokens; decoded short texts are cached, because the answers of many episodes repeat
 _SHORT: Final = 16
 _SHORT_KEPT: Final = 4096
-_SHOWN: Final = 40  # characters of a template in error messages
+# Characters of a template in error messages.
+_MAX_LISTED: Final = 40
 _TOKEN_FLAGS: Final = ("single_word", "lstrip", "rstrip", "normalized", "special")
 _NAMED_TOKENS: Final = (
     "bos_token",
@@ -226,7 +229,8 @@ class Tokenizer:
                 ``chat_template`` is neither.
         """
         folder = tokenizer_folder(str(path), key)
-        if enforced_rules() is not None:  # the model of a run of another owner
+        # The model of a run of another owner.
+        if enforced_rules() is not None:
             try_model(folder, str(path), key=key, chat_template=chat_template)
         return cls(
             folder,
@@ -321,7 +325,10 @@ class Tokenizer:
             ConfigError: if it has none.
         """
         if self._template_source is None:
-            remedy = "add a chat_template.jinja to the folder, or set model.chat_template to a file or plain"
+            remedy = (
+                "add a chat_template.jinja to the folder, or set model.chat_template to a "
+                "file or plain"
+            )
             raise ConfigError(self._key, self.name, f"its tokenizer has no chat template; {remedy}")
         return ChatTemplate(self._template_source, self._special, self.template_error)
 
@@ -400,4 +407,4 @@ def _named_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> dict[s
 
 def _first_words(template: str) -> str:
     words = " ".join(template.split())
-    return words if len(words) <= _SHOWN else f"{words[:_SHOWN]}…"
+    return words if len(words) <= _MAX_LISTED else f"{words[:_MAX_LISTED]}…"

@@ -20,7 +20,8 @@ from rlearner_text.thinking import without_thinking
 
 _NAME: Final = "probe_tool_11213"
 _ARGUMENTS: Final = {"probe_argument": "probe value 31415"}
-PROBE_ID: Final = "probe0001"  # nine characters, because some templates require that
+# Nine characters, because some templates require that.
+PROBE_ID: Final = "probe0001"
 _CALL: Final = {
     "type": "function",
     "id": PROBE_ID,
@@ -72,11 +73,9 @@ class ToolSyntax:
         """
         calls: list[ToolCall] = []
         if not self.opener:
-            return (
-                self._read(text.lstrip(), calls)[0]
-                if text.lstrip().startswith(("{", "["))
-                else calls
-            )
+            if text.lstrip().startswith(("{", "[")):
+                return self._read(text.lstrip(), calls)[0]
+            return calls
         remainder = text
         while (at := remainder.find(self.opener)) >= 0:
             calls, remainder = self._read(remainder[at + len(self.opener) :].lstrip(), calls)
@@ -98,7 +97,8 @@ class ToolSyntax:
         if not isinstance(value, dict) or not isinstance(name, str):
             raise ToolCallError(f'the tool call has no string as "{self.name_key}"')
         arguments = value.get(self.arguments_key, {})
-        if isinstance(arguments, str):  # some templates write the object as a string
+        # Some templates write the object as a string.
+        if isinstance(arguments, str):
             try:
                 arguments = strict.parse_json(arguments)
             except strict.BadJson:
@@ -106,7 +106,8 @@ class ToolSyntax:
         if not isinstance(arguments, dict):
             raise ToolCallError(f'the tool call\'s "{self.arguments_key}" is not an object')
         try:
-            msgspec.msgpack.encode(arguments)  # it may go to another process
+            # It may go to another process.
+            msgspec.msgpack.encode(arguments)
         except (OverflowError, RecursionError) as error:
             raise ToolCallError(
                 f'the tool call\'s "{self.arguments_key}" cannot be passed on: {error}'

@@ -95,7 +95,7 @@ class HttpProcess:
                 case Tokens(entries):
                     for number, token_ids, logprobs, version, top in entries:
                         if (tap := self._taps.get(number)) is not None:
-                            tap.told(TokenEvent(token_ids, logprobs, version, top))
+                            tap.on_tokens(TokenEvent(token_ids, logprobs, version, top))
                 case Answered(number, reply):
                     answer = self._answers.get(number)
                     if answer is None or answer.done():

@@ -38,6 +38,6 @@ def preflight_findings(settings: RunSettings) -> list[PreflightFinding]:
     return [
         *models,
         check_endpoint(
-            "rollout.engine_args", args.base_url, args.api_key, named=is_named, needed=True
+            "rollout.engine_args", args.base_url, args.api_key, is_named=is_named, is_needed=True
         ),
     ]

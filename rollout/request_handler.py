@@ -147,7 +147,7 @@ class RequestHandler:
         def told(piece: TokenEvent) -> None:
             tops.extend(piece.top)
             if tap is not None:
-                tap.told(piece)
+                tap.on_tokens(piece)
 
         output = await engine.generate(request, TokenListener(told, k))
         if output.error or len(tops) != len(output.token_ids):

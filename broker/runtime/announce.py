@@ -20,7 +20,8 @@ from broker.runtime.vouching import PresenceSigner
 log = logging.getLogger(__name__)
 
 BEAT_S: Final = 1.0
-REFRESH_S: Final = MEMBERS.ttl_s / 3  # two puts may be lost before the entry expires
+# Two puts may be lost before the entry expires.
+REFRESH_S: Final = MEMBERS.ttl_s / 3
 FAREWELL_WITHIN_S: Final = 2.0
 
 
@@ -30,9 +31,7 @@ def member_key(run: str, role: str, process_id: str) -> str:
 
 
 def decides(presence: wire.Presence) -> tuple[object, ...]:
-    """Return what others base decisions on for longer than a second; a change of it updates the
-    entry at once.
-    """
+    """Return what others decide on for longer than a second; a change updates the entry."""
     is_measured = presence.base_s + presence.each_s > 0
     return (
         presence.state,
@@ -46,8 +45,7 @@ def decides(presence: wire.Presence) -> tuple[object, ...]:
 
 
 class Announcer:
-    """Publishes ``describe()`` every second, at once after ``poke``, and keeps the process's entry
-    among the members.
+    """Publishes ``describe()`` every second and after ``poke``; keeps the members entry.
 
     Every other beat is omitted while nothing changes. A beat costs the broker one message. The
     entry is put when a value that others decide on changes, and about every 20 seconds; ``close``
@@ -70,10 +68,12 @@ class Announcer:
         self._poked = asyncio.Event()
         self._due = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        self._beaten: wire.Presence | None = None  # the last beat; None: omitted or not sent
+        # The last beat; None: omitted or not sent.
+        self._beaten: wire.Presence | None = None
         self._put: tuple[object, ...] | None = None  # content of the entry
         self._key = ""
-        self._is_made = True  # whether the bucket exists, as far as known
+        # Whether the bucket exists, as far as known.
+        self._is_made = True
 
     async def start(self) -> None:
         """Begin; put the entry before returning, once the broker is available."""
@@ -117,14 +117,12 @@ class Announcer:
         return self._signer.signed(self._plain())
 
     def _describe_beat(self) -> wire.Presence:
-        """Return the presence without its tickets, which may be thousands and are of use to the
-        learner only.
-        """
+        """Return the presence without its tickets: thousands, and for the learner only."""
         return msgspec.structs.replace(self._describe(), tickets=None)
 
     async def _keep_beating(self) -> None:
         while True:
-            await _wait(self._poked, self._every_s)
+            await _wait_for_change(self._poked, self._every_s)
             if self._describe_beat() == self._beaten:
                 self._beaten = None
             else:
@@ -144,7 +142,7 @@ class Announcer:
 
     async def _keep_entered(self) -> None:
         while True:
-            await _wait(self._due, self._refresh_s * random.uniform(0.8, 1.2))
+            await _wait_for_change(self._due, self._refresh_s * random.uniform(0.8, 1.2))
             await self._enter()
 
     async def _enter(self) -> None:
@@ -163,7 +161,7 @@ class Announcer:
         self._put = decides(presence)
 
 
-async def _wait(event: asyncio.Event, timeout_s: float) -> None:
+async def _wait_for_change(event: asyncio.Event, timeout_s: float) -> None:
     """Wait until the event is set, and clear it, or until the time is over."""
     try:
         async with asyncio.timeout(timeout_s):

@@ -1,6 +1,4 @@
-"""A circuit breaker: decides when a hub stops taking a kind of work that fails here, and when it
-tries again. Pure.
-"""
+"""A circuit breaker: when a hub stops taking a kind of work, and tries again. Pure."""
 
 from __future__ import annotations
 
@@ -11,15 +9,15 @@ from typing import Final, Literal
 FIRST_PAUSE_S: Final = 2.0
 LONGEST_PAUSE_S: Final = 300.0
 MAX_CHARS: Final = 1000  # of a problem
-TRIES_ALONE: Final = 3  # deliveries after which a ticket that fails alone is to blame
+# Deliveries after which a ticket that fails alone is to blame.
+TRIES_ALONE: Final = 3
 MAX_REMEMBERED: Final = 10_000  # failed tickets that may return
 
 State = Literal["closed", "open", "probing"]
 
 
 class CircuitBreaker:
-    """Breaker of one kind of work in one hub: a domain of an environment hub, a pool of a reward
-    hub.
+    """Breaker of one kind of work in a hub: a domain, or a pool.
 
     While it is closed, work is taken. It opens when ``threshold`` deliveries in a row have failed.
     After a pause the hub makes a trial, which costs no ticket a delivery; a good one closes the
@@ -42,15 +40,17 @@ class CircuitBreaker:
     def __init__(self, threshold: int, chance: random.Random | None = None) -> None:
         self.state: State = "closed"
         self.until = 0.0
-        self._why = ""  # what failed last
+        self._reason = ""  # what failed last
         # deliveries that opened it, trials that failed since
         self._num_failed = self._num_trials = 0
-        self._threshold, self._chance = threshold, chance or random.Random()
+        self._threshold = threshold
+        self._chance = chance or random.Random()
         self._pauses = 0  # since real work succeeded
         self._successes = 0
         # tickets and their deliveries since something succeeded
         self._failing: set[tuple[str, int]] = set()
-        self._failed_at: dict[str, int] = {}  # ticket -> successes when it first failed here
+        # Ticket -> successes when it first failed here.
+        self._failed_at: dict[str, int] = {}
 
     @property
     def closed(self) -> bool:
@@ -62,8 +62,11 @@ class CircuitBreaker:
         """Why no work is taken, one line; empty if work is taken."""
         if self.closed:
             return ""
-        trials = f" and {_count(self._num_trials, 'trial')}" if self._num_trials else ""
-        return f"{_count(self._num_failed, 'ticket')} in a row{trials} failed here, the last: {self._why}"
+        trials = f" and {_count_noun(self._num_trials, 'trial')}" if self._num_trials else ""
+        return (
+            f"{_count_noun(self._num_failed, 'ticket')} in a row{trials} failed here, the last: "
+            f"{self._reason}"
+        )
 
     def succeeded(self) -> bool:
         """Note that real work succeeded. Return whether this closed the breaker."""
@@ -71,20 +74,21 @@ class CircuitBreaker:
         self._pauses = 0
         return self._close()
 
-    def failed(self, ticket: str, delivery: int, why: str, now: float) -> bool:
+    def failed(self, ticket: str, delivery: int, reason: str, now: float) -> bool:
         """Note that work on a delivery failed. Return whether this opened the breaker."""
         if ticket not in self._failed_at:
             self._failed_at[ticket] = self._successes
             if len(self._failed_at) > MAX_REMEMBERED:
                 del self._failed_at[next(iter(self._failed_at))]
         if not self.closed or self._successes > self._failed_at[ticket]:
-            return False  # it began before the breaker opened, or is the ticket's own
+            # It began before the breaker opened, or is the ticket's own.
+            return False
         self._failing.add((ticket, delivery))
         if len(self._failing) < self._threshold:
             return False
         self._num_failed = len(self._failing)
         self._num_trials = 0
-        self._open(why, now)
+        self._open(reason, now)
         return True
 
     def blames(self, ticket: str, delivery: int) -> bool:
@@ -93,7 +97,7 @@ class CircuitBreaker:
             return True
         return delivery >= TRIES_ALONE and {failing for failing, _ in self._failing} == {ticket}
 
-    def doubts(self, ticket: str) -> bool:
+    def has_failed(self, ticket: str) -> bool:
         """Return whether a ticket has failed here and has not ended."""
         return ticket in self._failed_at
 
@@ -112,25 +116,26 @@ class CircuitBreaker:
         assert self.state == "open", f"a trial starts while the breaker is {self.state}"
         self.state = "probing"
 
-    def probed(self, good: bool | None, why: str, now: float) -> bool:
+    def probed(self, good: bool | None, reason: str, now: float) -> bool:
         """Note that a trial ended. Return whether it closed the breaker.
 
         Args:
             good: whether it succeeded; None if that is unknown, for example because no server
                 answered.
-            why: what failed.
+            reason: what failed.
         """
         if self.state != "probing":
-            return False  # real work has closed it
+            # Real work has closed it.
+            return False
         if good:
             self._successes += 1  # from now on a ticket that fails again is to blame
             return self._close()
         if good is None:
             self._pauses -= 1  # the same pause again
-            why = self._why
+            reason = self._reason
         else:
             self._num_trials += 1
-        self._open(why, now)
+        self._open(reason, now)
         return False
 
     def _close(self) -> bool:
@@ -142,12 +147,13 @@ class CircuitBreaker:
     def _open(self, reason: str, now: float) -> None:
         longest = min(FIRST_PAUSE_S * 2.0 ** min(self._pauses, 30), LONGEST_PAUSE_S)
         self._pauses += 1
-        self.state, self._why = "open", " ".join(reason.split())
+        self.state = "open"
+        self._reason = " ".join(reason.split())
         self.until = now + longest * self._chance.uniform(0.5, 1.0)
         self._failing.clear()
 
 
-def _count(number: int, noun: str) -> str:
+def _count_noun(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -178,9 +184,7 @@ class CircuitBreakers:
         return [key for key in keys if self[key].closed]
 
     def problem(self, keys: Iterable[str]) -> str:
-        """Return why work of some keys is not taken, one line for ``Presence.problem``; empty if
-        all is taken.
-        """
+        """Return in one line why work of some keys is not taken; empty if all is taken."""
         return "; ".join(
             f"{self._noun} {key}: {self[key].problem}" for key in keys if not self[key].closed
         )[:MAX_CHARS]

@@ -1,5 +1,4 @@
-"""Decides when one process has a shared device: a pure state machine around the lease in the bucket
-``devices``.
+"""Decides when a process has a shared device: a pure state machine around its lease.
 
 A learner claims a device for itself, servers share it with each other. Everyone reads the lease,
 changes it by compare-and-swap, and renews its own claim. Processes compare no clocks:
@@ -19,10 +18,12 @@ import msgspec
 
 from broker.contract import wire
 
-TTL_S: Final = 10.0  # a holder that does not renew its claim for so long has lost it
+# A holder that does not renew its claim for so long has lost it.
+TTL_S: Final = 10.0
 RENEW_S: Final = 1.0
 MARGIN_S: Final = 2.0
-ABSENT_S: Final = 2.5  # a lease that the broker forgot is first made again by who has the device
+# A lease that the broker forgot is first made again by who has the device.
+ABSENT_S: Final = 2.5
 
 
 class DeviceParty:
@@ -47,7 +48,8 @@ class DeviceParty:
         self.blockers: list[str] = []
         self._granted = False
         self._valid_until = self._renewed_at = float("-inf")
-        self._clock = 0.0  # seconds in which this process read the lease
+        # Seconds in which this process read the lease.
+        self._clock = 0.0
         self._read_at: float | None = None
         # holder -> beat, granted, since when on the clock
         self._seen: dict[str, tuple[int, bool, float]] = {}
@@ -154,9 +156,7 @@ class DeviceParty:
     def _is_free(
         self, earlier_claims: list[wire.DeviceClaim], other_claims: list[wire.DeviceClaim]
     ) -> bool:
-        """Return whether the device can be taken: a learner waits for all that have it, and for
-        learners before it.
-        """
+        """Return whether the device can be taken: a learner waits for all that have it."""
         if self._exclusive:
             return not any(claim.granted for claim in other_claims) and not any(
                 claim.exclusive for claim in earlier_claims

@@ -28,9 +28,7 @@ class ProcessFigures:
 
 
 def newest_values(old_values: Mapping[str, float], values: Mapping[str, float]) -> dict[str, float]:
-    """Return new metrics of a process, and those of earlier evaluations, which only one step's line
-    holds.
-    """
+    """Return new metrics of a process, with evaluations, which one step's line holds."""
     return {name: value for name, value in old_values.items() if name.startswith("eval/")} | dict(
         values
     )

@@ -91,11 +91,11 @@ class Health:
         self.refresh()
 
     def refresh(self) -> None:
-        """Ask the source now."""
         if self._source is not None:
             try:
                 state, self.status = self._source()
-            except Exception as error:  # noqa: BLE001 - the same error ends a process that announces itself
+            # The same error ends a process that announces itself.
+            except Exception as error:  # noqa: BLE001
                 log.debug("no health: %s", error)
                 state = "failed"
                 self.status = described(error)

@@ -1,5 +1,4 @@
-"""Measures how pieces of work that run at once slow each other down, from when each began and
-ended. Pure.
+"""Measures how concurrent pieces of work slow each other down. Pure.
 
 A piece advances by 1 / (base_s + each_s * running) units of work a second. How many pieces ran
 changes while a piece runs, so the time of each piece is divided by that number, and one linear
@@ -15,17 +14,18 @@ from typing import Final
 
 import numpy as np
 
-LEVELS: Final = 12  # loads of 1, 2, 3-4, 5-8 … are told apart
-HALF_LIFE: Final = 2000.0  # pieces after which an equation counts half
+# Loads of 1, 2, 3-4, 5-8 … are told apart.
+LEVELS: Final = 12
+# Pieces after which an equation counts half.
+HALF_LIFE: Final = 2000.0
 MIN_PIECES: Final = 8  # before the curve counts as known
 RATIOS: Final = (0.0, *np.logspace(-4, 3, 57).tolist())  # tried for each_s / base_s
-CAUTION: Final = 1e-3  # how much better a steeper curve must fit, per unit of slope
+# How much better a steeper curve must fit, per unit of slope.
+CAUTION: Final = 1e-3
 
 
 class Piece:
-    """A piece of work; ``times`` are those of each load when it got a slot, None while it waits for
-    one.
-    """
+    """A piece of work; ``times``: at each load when it got a slot, None while it waits."""
 
     __slots__ = ("times",)
 
@@ -46,7 +46,8 @@ class LoadCurve:
         self._running = 0
         self._at = 0.0
         self._waiting: deque[Piece] = deque()
-        self._times = [0.0] * LEVELS  # seconds at each load so far
+        # Seconds at each load so far.
+        self._times = [0.0] * LEVELS
         # the same times the number of pieces, for the mean load of a level
         self._load_s = [0.0] * LEVELS
         self._keep = 0.5 ** (1 / HALF_LIFE)
@@ -64,9 +65,7 @@ class LoadCurve:
         return piece
 
     def leave(self, piece: Piece, now: float, units: float) -> None:
-        """End a piece that did ``units`` of work; 0: it tells nothing, for example because it
-        failed.
-        """
+        """End a piece that did ``units`` of work; 0: it says nothing, for example as it failed."""
         self._advance(now)
         if piece.times is None:
             self._waiting.remove(piece)
@@ -96,9 +95,11 @@ class LoadCurve:
             ]
         )
         ratios = np.array(RATIOS)[:, None]
-        shapes = 1 / (1 + ratios * loads)  # speed at each load, up to a factor
+        # Speed at each load, up to a factor.
+        shapes = 1 / (1 + ratios * loads)
         scales = (shapes @ self._work) / np.einsum("ri,ij,rj->r", shapes, self._products, shapes)
-        fits = scales * (shapes @ self._work)  # the squared work that it explains
+        # The squared work that it explains.
+        fits = scales * (shapes @ self._work)
         best = int(np.argmax(fits / (1 + CAUTION * np.log1p(ratios[:, 0]))))
         base = 1 / float(scales[best])
         return base, base * RATIOS[best]

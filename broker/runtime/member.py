@@ -29,8 +29,7 @@ REPORT_EVERY_S: Final = 1.0
 
 
 class Stop:
-    """A request to end, made by SIGTERM or SIGINT, by the operator's desired state, or by the
-    process itself.
+    """A request to end, by a signal, the operator's desired state, or the process itself.
 
     The first one asks for a drain; a second signal exits at once with 130.
 
@@ -86,7 +85,7 @@ class Member:
     _describe: Callable[[], wire.Presence] = field(init=False)
     _reporting: asyncio.Task[None] | None = None
     _text: Callable[[], dict[str, str]] = dict
-    _said: RecentWarning = field(default_factory=RecentWarning)
+    _warning: RecentWarning = field(default_factory=RecentWarning)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
     _settings: tuple[wire.RunSpec, RunSettings] | None = None
     _failure: BaseException | None = None
@@ -110,16 +109,14 @@ class Member:
         return not self.running.is_set()
 
     def announce(self, describe: Callable[[], wire.Presence]) -> None:
-        """Start announcing this process and its newest warning; called again, replace the
-        description.
-        """
+        """Announce this process and its newest warning; a second call replaces the description."""
         self._describe = describe
         if self._announcer is None:
-            logging.getLogger().addHandler(self._said)
+            logging.getLogger().addHandler(self._warning)
             self._announcer = Announcer(
                 self.bus,
                 lambda: msgspec.structs.replace(
-                    self._describe(), said=self._said.line(time.time())
+                    self._describe(), said=self._warning.line(time.time())
                 ),
             )
             self.spawn(self._announcer.serve())
@@ -185,7 +182,7 @@ class Member:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        logging.getLogger().removeHandler(self._said)
+        logging.getLogger().removeHandler(self._warning)
         if self._announcer is not None:
             await self._announcer.close()
             self.stop.health.set("starting", f"left run {self.bus.run}")

@@ -1,6 +1,4 @@
-"""Serves ``/metrics``, ``/healthz`` and ``/readyz`` over HTTP, from a thread that a busy event loop
-does not stop.
-"""
+"""Serves ``/metrics``, ``/healthz`` and ``/readyz`` from a thread of its own."""
 
 from __future__ import annotations
 
@@ -24,7 +22,8 @@ from broker.runtime.health import TURNS_WITHIN_S, Health
 
 log = logging.getLogger(__name__)
 
-MAX_CONNECTIONS: Final = 64  # more are closed at once: they would take the process's files
+# More are closed at once: they would take the process's files.
+MAX_CONNECTIONS: Final = 64
 OPEN_S: Final = 60.0  # after which a connection is closed; scrapers open another
 REAP_EVERY_S: Final = 5.0
 START_WITHIN_S: Final = 10.0
@@ -64,7 +63,7 @@ class MetricsEndpoint:
         ProcessCollector(registry=self._registry)
         for collector in collectors:
             self._registry.register(collector)
-        self._socket = _listening(bind, number)
+        self._socket = _open_listener(bind, number)
         self.port = int(self._socket.getsockname()[1])
         self.url = f"http://{f'[{bind}]' if ':' in bind else bind}:{self.port}"
         self._opened: dict[asyncio.BaseTransport, float] = {}
@@ -84,7 +83,8 @@ class MetricsEndpoint:
     def _run(self) -> None:
         try:
             self._loop.run_until_complete(self._serve())
-        except Exception:  # the process works without this page
+        except Exception:
+            # The process works without this page.
             log.exception("the metrics page ended")
         finally:
             self._socket.close()
@@ -165,7 +165,7 @@ class _Refusal(asyncio.Protocol):
         transport.abort()
 
 
-def _listening(bind: str, number: int) -> socket.socket:
+def _open_listener(bind: str, number: int) -> socket.socket:
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(bind).version == 6 else socket.AF_INET
     except ValueError:
@@ -191,5 +191,8 @@ def _listening(bind: str, number: int) -> socket.socket:
 
 def _why_not(bind: str, number: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"--metrics-port: port {number} on {bind} is already in use; choose another, or 0 for any"
+        return (
+            f"--metrics-port: port {number} on {bind} is already in use; choose another, or 0 "
+            "for any"
+        )
     return f"--metrics-bind: cannot listen on {bind}: {error.strerror}; use an address of this host"

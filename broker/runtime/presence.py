@@ -1,6 +1,4 @@
-"""Keeps track of other processes: servers by their beats, hubs by their entries in the members
-bucket.
-"""
+"""Keeps track of other processes: servers by beats, hubs by entries in the members bucket."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ class _Seen:
 
 
 class Roster:
-    """Living processes of this run, by role; watches only the roles that it is told to.
+    """Living processes of this run, by role; watches only the given roles.
 
     A process is alive if it was heard within a time on this process's clock: 5 s for roles followed
     by beats, 60 s for roles followed by the members bucket, which costs a message per process each
@@ -43,7 +41,7 @@ class Roster:
     Args:
         beats: roles to follow by their beats.
         members: roles to follow by their entries among the members.
-        told: called with each process that is heard, and with False when it is gone.
+        on_change: called with each process that is heard, and with False when it is gone.
 
     Attributes:
         clock: seconds in which this process was listening.
@@ -56,13 +54,13 @@ class Roster:
         beats: Sequence[str] = ROLES,
         members: Sequence[str] = (),
         ttl_s: float = SILENT_AFTER_S,
-        told: Callable[[wire.Presence, bool], None] = lambda presence, is_there: None,
+        on_change: Callable[[wire.Presence, bool], None] = lambda presence, is_there: None,
     ) -> None:
         self._bus = bus
         self._beats = beats
         self._members = members
         self._ttl_s = ttl_s
-        self._told = told
+        self._on_change = on_change
         self._verifier = PresenceVerifier(bus)
         self.clock = 0.0
         self._seen: dict[str, _Seen] = {}  # by role.id
@@ -71,7 +69,8 @@ class Roster:
         self._changed = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._subscribed: list[LinkSubscription] = []
-        self._followed: dict[str, LinkSubscription] = {}  # single processes, by role.id
+        # Single processes, by role.id.
+        self._followed: dict[str, LinkSubscription] = {}
 
     async def start(self) -> None:
         """Begin to listen; existing processes are known a moment later."""
@@ -93,7 +92,6 @@ class Roster:
         await asyncio.gather(*self._tasks)
 
     async def close(self) -> None:
-        """Stop listening."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -103,9 +101,7 @@ class Roster:
         self._followed.clear()
 
     async def follow(self, role: str, ids: Collection[str]) -> None:
-        """Follow the beats of exactly these processes of a role; forget those that are no longer
-        followed.
-        """
+        """Follow the beats of exactly these processes of a role, and forget others."""
         wanted_keys = {f"{role}.{process_id}" for process_id in ids}
         for key in [
             key for key in self._followed if key.startswith(f"{role}.") and key not in wanted_keys
@@ -159,7 +155,7 @@ class Roster:
         last_sighting = self._seen.get(key)
         self._seen[key] = _Seen(presence, self.clock, ttl_s)
         self._living.pop(presence.role, None)
-        self._told(presence, True)
+        self._on_change(presence, True)
         if (
             last_sighting is None
             or last_sighting.presence != presence
@@ -171,7 +167,7 @@ class Roster:
         sighting = self._seen.pop(key, None)
         if sighting is not None:
             self._living.clear()
-            self._told(sighting.presence, False)
+            self._on_change(sighting.presence, False)
             self._tell()
 
     def _lives(self, sighting: _Seen) -> bool:
@@ -206,34 +202,33 @@ class Roster:
 async def listen(
     bus: Bus,
     role: str,
-    told: Callable[[str, wire.Presence | None], None],
+    on_change: Callable[[str, wire.Presence | None], None],
     verifier: PresenceVerifier,
     *,
     read: bool,
 ) -> LinkSubscription:
-    """Call back with (role.id, presence or None if it left) for each new entry of a role among the
-    members.
+    """Call back with (role.id, presence, None if it left) for each new members entry of a role.
 
     Args:
         read: also call back with the existing entries; each is at most 60 s old.
     """
     bucket = bus.key_value(MEMBERS)
-    tapped: set[str] = set()
+    updated_keys: set[str] = set()
     is_reading = read
 
-    def tap(key: str, message: wire.Message | None) -> None:
+    def follow_entry(key: str, message: wire.Message | None) -> None:
         if is_reading:
-            tapped.add(key)
+            updated_keys.add(key)
         name = key.removeprefix(f"{bus.run}.")
         if message is None or verifier.accepts(message, name):
-            told(name, message)
+            on_change(name, message)
 
-    subscribed = await bucket.tap(f"{bus.run}.{role}", tap)
+    subscribed = await bucket.tap(f"{bus.run}.{role}", follow_entry)
     if read:
         for key, message in (await bucket.values(f"{bus.run}.{role}")).items():
             name = key.removeprefix(f"{bus.run}.")
-            if key not in tapped and verifier.accepts(message, name):  # a tapped one is newer
-                told(name, message)
+            if key not in updated_keys and verifier.accepts(message, name):  # the update is newer
+                on_change(name, message)
     is_reading = False
     return subscribed
 
@@ -244,9 +239,7 @@ def beat_of(subject: str) -> str:
 
 
 async def census(bus: Bus, run: str, within_s: float = CENSUS_S) -> list[wire.Presence]:
-    """Return all processes of a run that are heard within a time, ordered by role and id; stop once
-    all members are.
-    """
+    """Return a run's processes heard within a time, by role and id; stop early if complete."""
     presences: dict[str, wire.Presence] = {}
     news = asyncio.Event()
     verifier = PresenceVerifier(bus, run)

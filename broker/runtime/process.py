@@ -58,31 +58,29 @@ LOOPBACK: Final = "127.0.0.1"
 
 POLL_S: Final = 0.5
 FEW_FILES: Final = 4096
-GARBAGE_AFTER: Final = 50_000  # objects made and not freed; see _collect_rarely
+# Objects made and not freed; see _collect_rarely.
+GARBAGE_AFTER: Final = 50_000
 
 
 class Stopped(RlearnerError):
-    """A stop was requested before there was anything to undo; ``main`` returns its exit code
-    ``stopped``.
-    """
+    """A stop was requested with nothing to undo; ``main`` returns ``stopped_code``."""
 
 
-# --------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # main
 
 
 def main(
-    role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, stopped: int = 0
+    role: str, body: Callable[[Stop], Coroutine[Any, Any, int | None]], *, stopped_code: int = 0
 ) -> int:
-    """Run a process's coroutine on uvloop and return the exit code; call it inside
-    ``broker.system.entry.enter``.
+    """Run a process's coroutine on uvloop and return the exit code; call it inside ``enter``.
 
     The code is what ``body`` returns, None for 0; 2 for a UserError, printed as one line ``error:
     …``; 1 for any other error, with a traceback; 130 for a second signal. docs/operations.md has
     the whole table.
 
     Args:
-        stopped: exit code if ``body`` raises Stopped: 0 for hubs and servers, 130 for a command
+        stopped_code: exit code if ``body`` raises Stopped: 0 for hubs and servers, 130 for commands
             with unfinished work.
     """
     logs.configure()
@@ -95,21 +93,21 @@ def main(
             stop = Stop()
             if manager is not None:
                 manager.attach(stop.health)
-            with _signals(stop, runner.get_loop()):
-                return runner.run(_beating(stop, body(stop))) or 0
+            with _handle_signals(stop, runner.get_loop()):
+                return runner.run(_keep_beating(stop, body(stop))) or 0
     except Exception as error:
-        if _find(error, Stopped):
-            return stopped
-        if (broken := _find(error, BrokenPipeError)) and output_is_closed():
+        if _find_error(error, Stopped):
+            return stopped_code
+        if (broken := _find_error(error, BrokenPipeError)) and output_is_closed():
             raise broken from None
         if manager is not None:
             manager.say(described(error))
-        if user_error := _find(error, UserError):
+        if user_error := _find_error(error, UserError):
             return refuse(user_error)
-        if failed := _find(error, StartAgain):
+        if failed := _find_error(error, StartAgain):
             logs.say_error(str(failed))
             return EXIT_FAULT
-        if lost_state := _find(error, LostState):
+        if lost_state := _find_error(error, LostState):
             logs.say_error(
                 f"{lost_state}; start this process again: it joins the run once the learner is back"
             )
@@ -118,7 +116,7 @@ def main(
         return EXIT_FAULT
 
 
-async def _beating(stop: Stop, work: Coroutine[Any, Any, T]) -> T:
+async def _keep_beating(stop: Stop, work: Coroutine[Any, Any, T]) -> T:
     """Keep the process's health beating while it works."""
     beating = asyncio.create_task(stop.health.keep_beating())
     try:
@@ -139,9 +137,7 @@ def _collect_rarely() -> None:
 
 
 def raise_file_limit() -> None:
-    """Raise the limit of open files to the hard limit; each connection takes one, and 1,024 is a
-    usual soft limit.
-    """
+    """Raise the limit of open files to the hard one; each connection takes one."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -153,7 +149,7 @@ def raise_file_limit() -> None:
 
 
 @contextmanager
-def _signals(stop: Stop, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+def _handle_signals(stop: Stop, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
     """Let the first SIGINT or SIGTERM request a drain, and the second end the process.
 
     These are handlers of the interpreter, not of the loop: the second signal must work while the
@@ -167,7 +163,8 @@ def _signals(stop: Stop, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
         if count > 1:
             os.write(2, b"second signal, stopped at once\n")
             for end in stop.at_once:
-                with suppress(Exception):  # an error must not keep this process from ending
+                # An error must not keep this process from ending.
+                with suppress(Exception):
                     end()
             os._exit(EXIT_STOPPED)
         loop.call_soon_threadsafe(stop.request, signal.Signals(number).name)
@@ -182,15 +179,15 @@ def _signals(stop: Stop, loop: asyncio.AbstractEventLoop) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _find(error: BaseException, kind: type[T]) -> T | None:
+def _find_error(error: BaseException, kind: type[T]) -> T | None:
     """Return the first error of a kind, also from an exception group, in which tasks fail."""
     if isinstance(error, kind):
         return error
     members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
-    return next((match for member in members if (match := _find(member, kind))), None)
+    return next((match for member in members if (match := _find_error(member, kind))), None)
 
 
-# -----------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # metrics
 
 
@@ -198,7 +195,10 @@ def add_metrics_options(
     parser: argparse.ArgumentParser, *, default: int | None = None, text: str = "of this process"
 ) -> None:
     """Add --metrics-port and --metrics-bind."""
-    text = f"serve /metrics (Prometheus), /healthz and /readyz {text} on this port; 0 picks one and logs it"
+    text = (
+        f"serve /metrics (Prometheus), /healthz and /readyz {text} on this port; 0 picks one "
+        "and logs it"
+    )
     text += " (off)" if default is None else " (%(default)s)"
     parser.add_argument("--metrics-port", type=port, default=default, metavar="PORT", help=text)
     text = "IP address for --metrics-port; all who reach it can read it (%(default)s)"
@@ -234,14 +234,12 @@ def serve_metrics(options: argparse.Namespace, stop: Stop, *collectors: Collecto
     stop.close_metrics = close
 
 
-# --------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # join
 
 
 def add_join_options(parser: argparse.ArgumentParser) -> None:
-    """Add --broker (RL_BROKER), --run (RL_RUN), --id, --connect-deadline, and the options of
-    metrics and logging.
-    """
+    """Add the options of broker, run, id, deadline, metrics and logging."""
     add = parser.add_argument
     run = os.environ.get("RL_RUN") or None
     add_broker(parser)
@@ -250,7 +248,10 @@ def add_join_options(parser: argparse.ArgumentParser) -> None:
     )
     text = "join token of another host or user, from `rlearner invite`; - reads standard input"
     add("--join", metavar="FILE", help=text)
-    text = "with --join: from now on run code for the token's owner (files, commands, weaker isolation)"
+    text = (
+        "with --join: from now on run code for the token's owner (files, commands, weaker "
+        "isolation)"
+    )
     add("--trust-run-code", action="store_true", help=text)
     add_rule_options(parser)
     add("--id", metavar="NAME", help="name of this process, unique in the run (generated)")
@@ -299,9 +300,9 @@ async def join(
 
     stop.health.set("starting", "waiting for a broker")
     async with AsyncExitStack() as stack:
-        url, run, login = _token(options, role)
+        url, run, login = _read_token(options, role)
         if run is None:
-            run = await unless_stopped(stop, _discover(options, process_id, reached))
+            run = await unless_stopped(stop, _discover_run(options, process_id, reached))
         deadline_s = options.connect_deadline
         connecting = Bus.connect(
             url, run, name=process_id, role=role, login=login, deadline_s=deadline_s
@@ -352,7 +353,7 @@ async def unless_stopped(stop: Stop, work: Coroutine[Any, Any, T]) -> T:
         await asyncio.gather(task, stop_request, return_exceptions=True)
 
 
-def _token(options: argparse.Namespace, role: str) -> tuple[str, str | None, Login | None]:
+def _read_token(options: argparse.Namespace, role: str) -> tuple[str, str | None, Login | None]:
     """Return the broker, the run, and the login, if the options have a join token.
 
     Raises:
@@ -381,8 +382,7 @@ def _token(options: argparse.Namespace, role: str) -> tuple[str, str | None, Log
 
 
 def _check_consent(bus: Bus, spec: wire.RunSpec, rules: HostRules) -> None:
-    """Check that this host accepts a run of another owner, and limit the secrets of this process to
-    its rules.
+    """Check that this host accepts another owner's run; limit this process's secrets.
 
     Raises:
         UserError: if it does not; names the settings.
@@ -392,7 +392,9 @@ def _check_consent(bus: Bus, spec: wire.RunSpec, rules: HostRules) -> None:
         check_consent(spec, rules, is_trusted=is_trusted(owner))
 
 
-async def _discover(options: argparse.Namespace, name: str, connected: Callable[[], None]) -> str:
+async def _discover_run(
+    options: argparse.Namespace, name: str, connected: Callable[[], None]
+) -> str:
     """Return the only run on the broker that is not stopped; the operator's key sees all runs."""
     bus = await Bus.connect(options.broker, "", name=name, deadline_s=options.connect_deadline)
     try:
@@ -403,9 +405,7 @@ async def _discover(options: argparse.Namespace, name: str, connected: Callable[
 
 
 async def _wait_until_running(role: str, bus: Bus) -> wire.RunSpec:
-    """Return the RunSpec of a run that is not stopped, nor draining if that would end a process of
-    this role.
-    """
+    """Return the RunSpec of a run that does not stop processes of this role."""
     end_states = ("stopped", "draining") if role == "envhub" else ("stopped",)
     control = bus.key_value(CONTROL)
     reminders = Reminders()
@@ -433,9 +433,7 @@ async def _follow_control(member: Member) -> None:
 
 
 async def _end_when_refused(bus: Bus) -> None:
-    """Raise the error of a key that the broker refuses; the work in progress is lost to other
-    processes.
-    """
+    """Raise the error of a refused key; other processes get the work in progress."""
     refusal = await asyncio.shield(bus.link.refused)
     await bus.link.close()
     raise refusal

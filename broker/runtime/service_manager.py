@@ -20,13 +20,13 @@ VARIABLES: Final = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID")
 STATUS_EVERY_S: Final = 2.0
 EXTEND_EVERY_S: Final = 5.0
 EXTEND_BY_S: Final = 60.0
-DRAIN_AT_MOST_S: Final = 3600.0  # a longer drain hangs: TimeoutStopSec ends it
+# A longer drain hangs: TimeoutStopSec ends it.
+DRAIN_AT_MOST_S: Final = 3600.0
 STATUS_CHARS: Final = 500
 
 
 class ServiceManager:
-    """One listener of ``Health``. It reports while the event loop turns, so a blocked process
-    counts as hung.
+    """One listener of ``Health``. It reports while the event loop turns; a blocked one hangs.
 
     Starting and draining extend the manager's timeouts: loading a model or writing a checkpoint
     takes any time.
@@ -47,9 +47,7 @@ class ServiceManager:
 
     @classmethod
     def take(cls, environ: MutableMapping[str, str]) -> ServiceManager | None:
-        """Return the manager named by the environment, and remove it there: no child may speak for
-        this process.
-        """
+        """Return the manager in the environment, and remove it there: no child may speak for us."""
         address, interval, pid = (environ.pop(name, "") for name in VARIABLES)
         if not address:
             return None
@@ -119,7 +117,8 @@ class ServiceManager:
                 socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
             ) as out:
                 out.sendto("\n".join(lines).encode("utf-8", "replace"), address)
-        except BlockingIOError:  # its queue is full: the next beat tries again
+        except BlockingIOError:
+            # Its queue is full: the next beat tries again.
             return False
         except OSError as error:
             if self._error != str(error):

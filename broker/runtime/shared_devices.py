@@ -1,6 +1,4 @@
-"""This process's turns on devices that it shares with other processes of the run; see
-``device_party``.
-"""
+"""This process's turns on shared devices; see ``device_party``."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from typing import Final
 
 from broker.contract import wire
@@ -25,10 +24,11 @@ from broker.system.reminders import Reminders
 log = logging.getLogger(__name__)
 
 QUIET_S: Final = 5.0  # of waiting, before a log line says for whom
-# Between two readings of a lease. A server does not hear what the learner changes: a subject crosses
-# between two accounts of a broker in one direction only.
+# Between two readings of a lease. A server does not hear what the learner changes: a subject
+# crosses between two accounts of a broker in one direction only.
 LOOK_S: Final = 0.25
-AGAIN_S: Final = 0.1  # a put is seen before it is stored: read once more this much later
+# A put is seen before it is stored: read once more this much later.
+AGAIN_S: Final = 0.1
 FAREWELL_WITHIN_S: Final = 2.0
 HOLDER_CHARS: Final = 64
 
@@ -104,7 +104,7 @@ class SharedDevices:
                 now = time.monotonic()
                 if party.blockers and now - began > QUIET_S and reminders.due(now):
                     log.info("waiting for device %s, used by %s", name, ", ".join(party.blockers))
-                await self._news(lambda party=party: party.has(time.monotonic()))  # type: ignore[misc]
+                await self._news(partial(_has_now, party))
 
     async def release(self) -> None:
         """Give the devices up; call it once nothing of this process is on them. Returns when the
@@ -122,9 +122,7 @@ class SharedDevices:
             await self._news(lambda: self.asked)
 
     async def close(self) -> None:
-        """Stop following, and withdraw the claims if the broker is available; else they end by
-        themselves.
-        """
+        """Stop following, and withdraw the claims if possible; else they lapse."""
         with suppress(TimeoutError, Disconnected):
             async with asyncio.timeout(FAREWELL_WITHIN_S):
                 if self._tasks and self.failed is None:
@@ -147,9 +145,7 @@ class SharedDevices:
             failed.result()
 
     def _put(self, key: str, lease: wire.Message | None) -> None:
-        """Read a lease at once if someone came, left or took the device; renewals are read in time
-        anyway.
-        """
+        """Read a lease at once if someone came, left or took the device; renewals can wait."""
         name = key.rpartition(".")[2]
         if name in self._pokes and _parties_of(lease) != self._read.get(name):
             self._pokes[name].set()
@@ -224,3 +220,7 @@ async def _is_set_within(event: asyncio.Event, timeout_s: float) -> bool:
         return False
     event.clear()
     return True
+
+
+def _has_now(party: DeviceParty) -> bool:
+    return party.has(time.monotonic())

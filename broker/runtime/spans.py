@@ -1,5 +1,4 @@
-"""Adds up what a process does, for the timeline: one row per kind of work and second, however many
-at once.
+"""Adds up what a process does, for the timeline: a row per kind of work and second.
 
 Beginning and ending a piece of work costs about a microsecond. What lasts longer than a report is
 reported in parts; pieces with short gaps between them become one span, whose ``seconds`` tell how
@@ -20,8 +19,10 @@ from typing import Final
 from broker.contract import wire
 from broker.telemetry.traces import TicketTraces
 
-GAP_S: Final = 0.05  # pieces with a shorter gap between them are one span
-MAX_PARTS: Final = 8  # spans of one kind and report; further ones are merged
+# Pieces with a shorter gap between them are one span.
+GAP_S: Final = 0.05
+# Spans of one kind and report; further ones are merged.
+MAX_PARTS: Final = 8
 MAX_SAMPLES: Final = 12  # single pieces in a report
 WAIT: Final = "wait"
 

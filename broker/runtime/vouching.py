@@ -31,7 +31,7 @@ class PresenceSigner:
 
     def signed(self, presence: wire.Presence) -> wire.Presence:
         """Return the presence with its voucher; without one on brokers without keys."""
-        statement = _statement(self._bus.run, presence)
+        statement = _signed_statement(self._bus.run, presence)
         if statement != self._statement:
             self._statement = statement
             self._voucher = self._bus.link.login.vouch(self._bus.run, statement)
@@ -39,9 +39,7 @@ class PresenceSigner:
 
 
 class PresenceVerifier:
-    """Tells which presences were written by the processes that they name; a statement is verified
-    once.
-    """
+    """Verifies that presences were written by the processes that they name, each once."""
 
     def __init__(self, bus: Bus, run: str = "") -> None:
         self._bus = bus
@@ -50,16 +48,14 @@ class PresenceVerifier:
         self._warned: set[str] = set()
 
     def accepts(self, message: wire.Message | None, name: str) -> TypeGuard[wire.Presence]:
-        """Return whether a message is the presence of the process ``role.id`` whose subject or key
-        it has.
-        """
+        """Return whether a message is the presence of ``role.id``, whose subject or key it has."""
         if not isinstance(message, wire.Presence):
             return False
         if f"{message.role}.{message.id}" != name:
             self._warn(name, f"presence of another process, {message.role}.{message.id}")
             return False
         run = self._run or self._bus.run
-        statement = _statement(run, message)
+        statement = _signed_statement(run, message)
         signed = (statement, message.voucher)
         if self._known.get(name) == signed:
             return True
@@ -79,8 +75,7 @@ class PresenceVerifier:
             log.warning("%s: %s", name, problem)
 
 
-def _statement(run: str, presence: wire.Presence) -> bytes:
-    """Return what a process signs."""
+def _signed_statement(run: str, presence: wire.Presence) -> bytes:
     refusal = presence.refusal
     values = [
         run,

@@ -1,6 +1,4 @@
-"""Watches which kinds of work succeed in this hub: opens and closes breakers, runs trials and
-reports problems.
-"""
+"""Watches which work succeeds in this hub: breakers, trials, reported problems."""
 
 from __future__ import annotations
 
@@ -59,19 +57,19 @@ class WorkHealth:
         """Decide whether the failure of a ticket's delivery is its own: see ``CircuitBreaker``."""
         return self._breakers[key].blames(ticket, delivery)
 
-    def doubts(self, key: str, ticket: str) -> bool:
+    def has_failed(self, key: str, ticket: str) -> bool:
         """Return whether a ticket has failed here and has not ended."""
-        return self._breakers[key].doubts(ticket)
+        return self._breakers[key].has_failed(ticket)
 
     def succeeded(self, key: str) -> None:
         """Note that real work succeeded."""
         if self._breakers[key].succeeded():
             self._say_closed(key)
 
-    def failed(self, key: str, ticket: str, delivery: int, why: str) -> None:
+    def failed(self, key: str, ticket: str, delivery: int, reason: str) -> None:
         """Note that work on a ticket's delivery failed."""
         breaker = self._breakers[key]
-        if breaker.failed(ticket, delivery, why, time.monotonic()):
+        if breaker.failed(ticket, delivery, reason, time.monotonic()):
             log.error(
                 "%s %s: %s; taking no more of them until a trial succeeds",
                 self._noun,
@@ -89,15 +87,12 @@ class WorkHealth:
         self._breakers.forget(key)
 
     def delay_s(self, key: str) -> float:
-        """Return how many seconds to keep a ticket that is handed back from other hubs, which may
-        be broken too.
-        """
+        """Return how many seconds to keep a returned ticket from other hubs, perhaps broken too."""
         return min(max(self._breakers[key].until - time.monotonic(), 0.0), LONGEST_DELAY_S)
 
     # -- trials
 
     def start_trials(self) -> None:
-        """Start the trials that are due."""
         for key in self._keys:
             breaker = self._breakers[key]
             if breaker.due(time.monotonic()):

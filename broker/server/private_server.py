@@ -26,7 +26,7 @@ from broker.server.stored_accounts import move_streams
 from broker.system.children import spawn
 from broker.system.connections import addresses, is_loopback
 from broker.system.locks import lock
-from broker.system.log_rotation import KEPT, limit_bytes
+from broker.system.log_rotation import MAX_OLD_FILES, limit_bytes
 from broker.system.private_files import private_folder
 from broker.system.redaction import without_secrets
 from broker.system.workers.work_clock import WorkClock
@@ -326,7 +326,7 @@ class BrokerServer:
             "}",
             f"log_file: {quoted(str(self.log_path))}",
             f"log_size_limit: {limit_bytes()}",
-            f"logfile_max_num: {KEPT + 1}",
+            f"logfile_max_num: {MAX_OLD_FILES + 1}",
             *(
                 self._cluster.lines(self._bind, self._tls_lines(routes=True))
                 if self._cluster

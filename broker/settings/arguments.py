@@ -42,15 +42,15 @@ class ArgumentParser(argparse.ArgumentParser):
 
 def count(text: str) -> int:
     """Parse a whole number of at least 1."""
-    return _whole(text, 1)
+    return _whole_number(text, 1)
 
 
 def natural(text: str) -> int:
     """Parse a whole number of at least 0."""
-    return _whole(text, 0)
+    return _whole_number(text, 0)
 
 
-def _whole(text: str, least: int) -> int:
+def _whole_number(text: str, least: int) -> int:
     if not text.isascii() or not text.isdigit() or int(text) < least:
         raise argparse.ArgumentTypeError(
             f"{text!r} is not allowed; a whole number of at least {least}"
@@ -67,7 +67,7 @@ def port(text: str) -> int:
 
 def positive(text: str) -> float:
     """Parse a finite number above 0."""
-    value = _number(text)
+    value = _parse_number(text)
     if not 0 < value < math.inf:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a number above 0")
     return value
@@ -75,14 +75,13 @@ def positive(text: str) -> float:
 
 def share(text: str) -> float:
     """Parse a number from 0 to 1."""
-    value = _number(text)
+    value = _parse_number(text)
     if not 0 <= value <= 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not allowed; a number from 0 to 1")
     return value
 
 
 def names(text: str) -> list[str]:
-    """Parse names separated by commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
@@ -132,7 +131,8 @@ def complete(
             command.epilog = prefix + "\n".join([f"{title}:", *(f"  {line}" for line in lines)])
             command.description = textwrap.fill(command.description or "", WIDTH)
             command.formatter_class = argparse.RawDescriptionHelpFormatter
-    if "_ARGCOMPLETE" in os.environ:  # a shell requests completions
+    # A shell requests completions.
+    if "_ARGCOMPLETE" in os.environ:
         from broker.settings.completion import offer
 
         offer(parser, commands_of(parser))
@@ -167,7 +167,7 @@ class VersionAction(argparse.Action):
         parser.exit()
 
 
-def _number(text: str) -> float:
+def _parse_number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
@@ -181,7 +181,10 @@ class _Address(argparse.Action):
         self, parser: argparse.ArgumentParser, options: argparse.Namespace, value: Any, *_: Any
     ) -> None:
         if "@" in value:
-            allowed = "an address without a login, because other users can see it here; put the address into RL_BROKER"
+            allowed = (
+                "an address without a login, because other users can see it here; put the "
+                "address into RL_BROKER"
+            )
             raise UserError(f"--broker {without_passwords(value)}: {allowed}")
         setattr(options, self.dest, value)
 
@@ -213,7 +216,5 @@ def add_broker(
 
 
 def broker_words(url: str) -> list[str]:
-    """Return the words that name a broker to another command; none for one with a login, which
-    RL_BROKER holds.
-    """
+    """Return the words that name a broker to another command; none if RL_BROKER has a login."""
     return [] if "@" in url else ["--broker", url]

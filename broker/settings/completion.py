@@ -38,9 +38,7 @@ def offer(parser: argparse.ArgumentParser, commands: Iterator[argparse.ArgumentP
 
 
 def settings(prefix: str, **_: object) -> list[str]:
-    """Return the settings that begin with the prefix, for example ``train.lr=``; names in
-    ``domains`` are free.
-    """
+    """Return the settings with a prefix, such as ``train.lr=``; names in ``domains`` are free."""
     head = prefix.partition(".")[0]
     keys: list[str] = []
     for name, target in SECTIONS.items():
@@ -48,11 +46,11 @@ def settings(prefix: str, **_: object) -> list[str]:
             keys.append(f"{name}.")
         elif name != "domains":
             module, attribute = target.split(":")
-            keys += _keys(f"{name}.", getattr(import_module(module), attribute))
+            keys += _setting_keys(f"{name}.", getattr(import_module(module), attribute))
     return [key for key in keys if key.startswith(prefix)]
 
 
-def _keys(prefix: str, section: type[Section]) -> Iterator[str]:
+def _setting_keys(prefix: str, section: type[Section]) -> Iterator[str]:
     for name, field in section.model_fields.items():
         inner = next(
             (kind for kind in (field.annotation, *get_args(field.annotation)) if _is_section(kind)),
@@ -61,7 +59,7 @@ def _keys(prefix: str, section: type[Section]) -> Iterator[str]:
         if inner is None:
             yield f"{prefix}{name}="
         else:
-            yield from _keys(f"{prefix}{name}.", inner)
+            yield from _setting_keys(f"{prefix}{name}.", inner)
 
 
 def _is_section(annotation: Any) -> bool:
@@ -69,9 +67,7 @@ def _is_section(annotation: Any) -> bool:
 
 
 def configs(prefix: str, **_: object) -> list[str]:
-    """Return the configurations of the package, and YAML files and folders of this one, that begin
-    with the prefix.
-    """
+    """Return the package's configurations and local YAML files and folders with a prefix."""
     from argcomplete.completers import FilesCompleter
 
     shipped = sorted(name for name in shipped_names() if name.startswith(prefix))

@@ -72,7 +72,7 @@ class PluginMark:
     args: str = ""
 
 
-def _token(value: str) -> str:
+def _check_token(value: str) -> str:
     try:
         return check_token(value, "name")
     except ConfigError as error:
@@ -95,7 +95,7 @@ def loopback(value: str) -> str:
     return value
 
 
-def _device(value: str) -> str:
+def _check_device(value: str) -> str:
     if re.fullmatch(r"auto|cpu|cuda(:\d{1,4})?", value) is None:
         raise ValueError("auto, cpu, cuda, or one GPU as cuda:1")
     return value
@@ -105,13 +105,14 @@ def _http_url(value: str) -> str:
     parts = urlsplit(value)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.username is not None:
         raise ValueError(
-            "expected http://host:port/v1 or https://…, without a user; api_key says where the key is"
+            "expected http://host:port/v1 or https://…, without a user; api_key says where the "
+            "key is"
         )
     return value
 
 
-Token = Annotated[str, AfterValidator(_token)]  # can be one part of a subject
-Device = Annotated[str, AfterValidator(_device)]  # as torch names it
+Token = Annotated[str, AfterValidator(_check_token)]  # can be one part of a subject
+Device = Annotated[str, AfterValidator(_check_device)]  # as torch names it
 # of an OpenAI-compatible endpoint
 HttpUrl = Annotated[str, AfterValidator(_http_url), EndpointMark()]
 DataPath = Annotated[str, DataMark()]  # of a data file or a folder of them
@@ -134,7 +135,8 @@ class RunSection(Section):
     seed: Seed = 0
 
 
-PRIVATE_STORE_GIB: Final = 8.0  # default of broker.store_max_gib for a private server
+# Default of broker.store_max_gib for a private server.
+PRIVATE_STORE_GIB: Final = 8.0
 
 
 class TelemetrySection(Section):
@@ -242,9 +244,7 @@ class DomainSection(Section):
 
 
 def takes_steps(context: str, adv_estimator: str) -> bool:
-    """Return whether each turn of a domain is a separate sample, as ``auto`` is for gigpo, which
-    compares steps.
-    """
+    """Return whether each turn of a domain is a sample, as ``auto`` is for gigpo."""
     return context == "steps" or (context == "auto" and adv_estimator == "gigpo")
 
 

@@ -20,9 +20,11 @@ from broker.errors import ConfigError, UserError
 from broker.settings.secret import refuse_copied
 from broker.settings.yaml_bombs import MAX_CHARACTERS, YamlBomb, compose_bounded
 
-HERE: Final = "${here}"
-SHIPPED: Final = "configs/"  # how a configuration of the package is named from anywhere
-RUN_CONFIG: Final = "config.yaml"  # in the folder of a run: resolved, with every value
+HERE_REFERENCE: Final = "${here}"
+# How a configuration of the package is named from anywhere.
+SHIPPED: Final = "configs/"
+# In the folder of a run: resolved, with every value.
+RUN_CONFIG: Final = "config.yaml"
 Config = dict[str, Any]
 _REFUSED: Final = "UserError raised while resolving interpolation: "
 _PRESET = re.compile(r"[A-Za-z][\w+-]*")
@@ -51,11 +53,11 @@ def load(
         UserError: if a file is missing or malformed, an override is not ``key=value``, or an
             interpolation would copy a secret from the environment.
     """
-    config = _read(locate(path), ())
+    config = _read_config(locate(path), ())
     if (Path(path) / RUN_CONFIG).is_file():
-        config = OmegaConf.create(of_run(_renamed(config, Path(path).resolve())))
+        config = OmegaConf.create(of_run(_rename_run(config, Path(path).resolve())))
     for override in overrides:
-        _override(config, override)
+        _apply_override(config, override)
     try:
         with _harmless_environment():
             plain = OmegaConf.to_container(config, resolve=True)
@@ -81,11 +83,10 @@ def _harmless_environment() -> Iterator[None]:
         OmegaConf.register_resolver("oc.env", oc.env, replace=True, annotation_validation="off")
 
 
-def _renamed(config: DictConfig, folder: Path) -> Config:
-    """Return a run's settings with its folder's name and parent, relative to the working folder if
-    below it.
-    """
-    settings: Config = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]  # of a mapping
+def _rename_run(config: DictConfig, folder: Path) -> Config:
+    """Return a run's settings with its folder's name and parent."""
+    # A configuration is a mapping at the top, so its container is a dict.
+    settings: Config = OmegaConf.to_container(config, resolve=False)  # type: ignore[assignment]
     parent = folder.parent
     working_folder = Path.cwd()
     if isinstance(run := settings.get("run"), dict):
@@ -101,8 +102,7 @@ def _renamed(config: DictConfig, folder: Path) -> Config:
 
 
 def locate(path: str) -> Path:
-    """Return the file, the one in a run's folder, or the one of that name that comes with the
-    package.
+    """Return a configuration's file: itself, in a run's folder, or from the package.
 
     Raises:
         UserError: if there is none.
@@ -144,18 +144,19 @@ def shipped_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "configs"
 
 
-def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
+def _read_config(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
     path = path.resolve()
     if path in inheriting:
         raise UserError(
-            f"{path}: inherits itself through {' -> '.join(file.name for file in (*inheriting, path))}"
+            f"{path}: inherits itself through "
+            f"{' -> '.join(file.name for file in (*inheriting, path))}"
         )
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(MAX_CHARACTERS + 1)
         _check_keys(path, compose_bounded(text), "")
         plain = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
-        own = OmegaConf.create(_placed(plain, str(path.parent)))
+        own = OmegaConf.create(_place_here(plain, str(path.parent)))
     except YamlBomb as error:
         raise UserError(f"{path}: not a configuration: {error}") from None
     except OSError as error:
@@ -172,7 +173,8 @@ def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
     parents = own.pop("inherit", [])
     if not isinstance(parents, str) and not (isinstance(parents, ListConfig) or parents == []):
         raise UserError(
-            f"{path}: inherit: {parents} is not allowed; a file name relative to this one, or a list of them"
+            f"{path}: inherit: {parents} is not allowed; a file name relative to this one, or a "
+            "list of them"
         )
     names = [parents] if isinstance(parents, str) else list(parents)
     merged = OmegaConf.create({})
@@ -182,32 +184,32 @@ def _read(path: Path, inheriting: tuple[Path, ...]) -> DictConfig:
             parent = shipped_folder() / str(name).removeprefix(SHIPPED)
         if not parent.is_file():
             raise UserError(f"{path}: inherit: {name!r}: no such file {parent}")
-        merged = _merge(merged, _read(parent, (*inheriting, path)), path)
-    return _merge(merged, own, path)
+        merged = _merge_configs(merged, _read_config(parent, (*inheriting, path)), path)
+    return _merge_configs(merged, own, path)
 
 
-def _check_keys(path: Path, node: yaml.Node | None, where: str) -> None:
-    """Check that no key is given twice or without a value, which would silently replace a section
-    or a default.
+def _check_keys(path: Path, node: yaml.Node | None, prefix: str) -> None:
+    """Check that no key occurs twice or without a value, which would replace a default.
 
     Args:
-        where: the key of ``node``, empty at the top.
+        prefix: the key of ``node``, empty at the top.
 
     Raises:
         UserError: if one is; names the file, the line and the key.
     """
     if isinstance(node, yaml.SequenceNode):
         for number, item in enumerate(node.value):
-            _check_keys(path, item, f"{where}.{number}")
+            _check_keys(path, item, f"{prefix}.{number}")
     if not isinstance(node, yaml.MappingNode):
         return
     first: dict[str, int] = {}
     for key, value in node.value:
-        name = f"{where}.{key.value}".lstrip(".")
+        name = f"{prefix}.{key.value}".lstrip(".")
         line = key.start_mark.line + 1
         if name in first:
             raise UserError(
-                f"{path}:{line}: {name} is given twice, first in line {first[name]}; keep one of them"
+                f"{path}:{line}: {name} is given twice, first in line {first[name]}; keep one of "
+                "them"
             )
         first[name] = line
         if isinstance(value, yaml.ScalarNode) and value.style is None and not value.value:
@@ -217,16 +219,16 @@ def _check_keys(path: Path, node: yaml.Node | None, where: str) -> None:
         _check_keys(path, value, name)
 
 
-def _placed(value: Any, folder: str) -> Any:
+def _place_here(value: Any, folder: str) -> Any:
     """Return plain values with ``${here}`` replaced by the folder of their file."""
     if isinstance(value, dict):
-        return {key: _placed(item, folder) for key, item in value.items()}
+        return {key: _place_here(item, folder) for key, item in value.items()}
     if isinstance(value, list):
-        return [_placed(item, folder) for item in value]
-    return value.replace(HERE, folder) if isinstance(value, str) else value
+        return [_place_here(item, folder) for item in value]
+    return value.replace(HERE_REFERENCE, folder) if isinstance(value, str) else value
 
 
-def _merge(base: DictConfig, top: DictConfig, path: Path) -> DictConfig:
+def _merge_configs(base: DictConfig, top: DictConfig, path: Path) -> DictConfig:
     try:
         merged = OmegaConf.merge(base, top)
     except (OmegaConfBaseException, ValueError, TypeError) as error:
@@ -235,7 +237,7 @@ def _merge(base: DictConfig, top: DictConfig, path: Path) -> DictConfig:
     return merged
 
 
-def _override(config: DictConfig, override: str) -> None:
+def _apply_override(config: DictConfig, override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not _KEY.fullmatch(key):
         raise UserError(
@@ -248,9 +250,10 @@ def _override(config: DictConfig, override: str) -> None:
     try:
         compose_bounded(f"value: {text}")
         parsed = OmegaConf.create(f"value: {text}")
-        value = OmegaConf.to_container(parsed, resolve=False)["value"]  # type: ignore[index,call-overload]
+        values: Any = OmegaConf.to_container(parsed, resolve=False)
+        value = values["value"]
         if key == "algorithm" and isinstance(value, str):
-            config[key] = _preset(value)
+            config[key] = _read_preset(value)
         else:
             OmegaConf.update(config, key, value, merge=True, force_add=True)
     except (
@@ -265,7 +268,7 @@ def _override(config: DictConfig, override: str) -> None:
         raise UserError(f"override {override!r} is not allowed; {_one_line(error)}") from None
 
 
-def _preset(name: str) -> DictConfig:
+def _read_preset(name: str) -> DictConfig:
     """Read the user's ``configs/algorithm/<name>.yaml``, or the one that comes with the package.
 
     Raises:
@@ -280,7 +283,7 @@ def _preset(name: str) -> DictConfig:
             name,
             f"known: {', '.join(sorted(file.stem for file in folder.glob('*.yaml')))}",
         )
-    return _read(path, ())
+    return _read_config(path, ())
 
 
 def _one_line(error: Exception) -> str:

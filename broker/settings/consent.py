@@ -28,7 +28,7 @@ from broker.system.redaction import is_secret_name
 # of those who join
 SECTIONS: Final = ("domains", "model", "rollout", "envhub", "rewardhub", "broker", "telemetry")
 ISOLATION: Final = ("none", "thread", "process", "sandbox")  # the strictest last
-SHOWN: Final = 3
+MAX_LISTED: Final = 3
 
 Need = Literal["trust", "endpoint", "data", "secret"]
 
@@ -68,17 +68,17 @@ def check_consent(spec: wire.RunSpec, rules: HostRules, *, is_trusted: bool) -> 
             refusals.append(Refusal("model_path", "data", path))
     for need in ("trust", "endpoint", "data", "secret"):
         if kind := [refusal for refusal in refusals if refusal.need == need]:
-            raise UserError(f"run {spec.run} {_sentence(kind)}")
+            raise UserError(f"run {spec.run} {_format_refusals(kind)}")
 
 
-def _sentence(refusals: list[Refusal]) -> str:
+def _format_refusals(refusals: list[Refusal]) -> str:
     first = refusals[0]
     keys = [
         f"{refusal.key}: {refusal.text}" if refusal.text else refusal.key
-        for refusal in refusals[:SHOWN]
+        for refusal in refusals[:MAX_LISTED]
     ]
     key_list = ", ".join(dict.fromkeys(keys))
-    key_list += f" and {len(refusals) - SHOWN} more" if len(refusals) > SHOWN else ""
+    key_list += f" and {len(refusals) - MAX_LISTED} more" if len(refusals) > MAX_LISTED else ""
     if first.need == "trust":
         remedy = "add --trust-run-code once if you trust its owner with this account"
         return f"runs code of its own or weakens isolation ({key_list}); {remedy}"
@@ -103,23 +103,27 @@ def refused_settings(
     Args:
         is_trusted: whether the host trusts the run's owner; only secrets are refused then.
     """
-    secrets = [refusal for name in SECTIONS for refusal in _secrets(name, config.get(name), rules)]
+    secrets = [
+        refusal for name in SECTIONS for refusal in _find_secrets(name, config.get(name), rules)
+    ]
     if is_trusted:
         return secrets
     refusals: list[Refusal] = []
     for name in SECTIONS:
         value = config.get(name)
-        model = _attribute(ALL_SECTIONS[name])
+        model = _load_attribute(ALL_SECTIONS[name])
         if name == "domains" and isinstance(value, Mapping):
             for domain, settings in value.items():
                 if settings is not None:
-                    refusals += _search(f"domains.{domain}", model, settings, rules)
+                    refusals += _find_refusals(f"domains.{domain}", model, settings, rules)
         elif value is not None:
-            refusals += _search(name, model, value, rules)
+            refusals += _find_refusals(name, model, value, rules)
     return refusals + secrets
 
 
-def _search(key: str, model: type[Section], values: Any, rules: HostRules) -> Iterator[Refusal]:
+def _find_refusals(
+    key: str, model: type[Section], values: Any, rules: HostRules
+) -> Iterator[Refusal]:
     """Find the fields of a section that are neither harmless nor at their default."""
     if not isinstance(values, Mapping):
         yield Refusal(key, "trust")
@@ -127,7 +131,7 @@ def _search(key: str, model: type[Section], values: Any, rules: HostRules) -> It
     plugins = {
         mark.args: (name, mark)
         for name, field in model.model_fields.items()
-        for mark in _marks(field)
+        for mark in _field_marks(field)
         if isinstance(mark, PluginMark) and mark.args
     }
     for name, value in values.items():
@@ -138,23 +142,24 @@ def _search(key: str, model: type[Section], values: Any, rules: HostRules) -> It
         elif name in plugins:
             source, mark = plugins[name]
             plugin = values.get(source, model.model_fields[source].default)
-            args = _arguments(mark, plugin)
-            if args is not None and args.harmless is not None:  # else the name is refused
-                yield from _search(place, args, value, rules)
-        elif value == _default(field):
+            args = _plugin_arguments(mark, plugin)
+            # Else the name is refused.
+            if args is not None and args.harmless is not None:
+                yield from _find_refusals(place, args, value, rules)
+        elif value == _default_of(field):
             continue
         elif name == "isolation":
             if not _is_isolated(values.get("env"), value):
                 yield Refusal(place, "trust")
         else:
-            yield from _judge(place, model, field, value, rules)
+            yield from _check_value(place, model, field, value, rules)
 
 
-def _judge(
+def _check_value(
     key: str, model: type[Section], field: FieldInfo, value: Any, rules: HostRules
 ) -> Iterator[Refusal]:
     """Judge a value that is not the default."""
-    for mark in _marks(field):
+    for mark in _field_marks(field):
         if isinstance(mark, PluginMark):
             if not isinstance(value, str) or ":" in value or not _is_harmless_plugin(mark, value):
                 yield Refusal(key, "trust")
@@ -171,18 +176,19 @@ def _judge(
             return
     section = _section_of(field.annotation)
     if section is SecretRef:
-        return  # judged by ``_secrets``
+        # Judged by ``_find_secrets``.
+        return
     if section is None:
         if key.rpartition(".")[2] not in (model.harmless or ()):
             yield Refusal(key, "trust")
     elif isinstance(value, list):
         for number, item in enumerate(value):
-            yield from _search(f"{key}.{number}", section, item, rules)
+            yield from _find_refusals(f"{key}.{number}", section, item, rules)
     else:
-        yield from _search(key, section, value, rules)
+        yield from _find_refusals(key, section, value, rules)
 
 
-def _secrets(key: str, value: Any, rules: HostRules, name: str = "") -> Iterator[Refusal]:
+def _find_secrets(key: str, value: Any, rules: HostRules, name: str = "") -> Iterator[Refusal]:
     """Find the references to secrets that the host's rules do not allow.
 
     Args:
@@ -191,21 +197,21 @@ def _secrets(key: str, value: Any, rules: HostRules, name: str = "") -> Iterator
     """
     if isinstance(value, list | tuple):
         for number, item in enumerate(value):
-            yield from _secrets(f"{key}.{number}", item, rules, name)
+            yield from _find_secrets(f"{key}.{number}", item, rules, name)
         return
     if not isinstance(value, Mapping):
         return
     url = value.get("base_url")
     for part, item in value.items():
         place = f"{key}.{part}"
-        if (is_secret_name(str(part)) or name == "env") and (source := _source(item)):
+        if (is_secret_name(str(part)) or name == "env") and (source := _secret_source(item)):
             if not rules.allow_secret(source, url if isinstance(url, str) else ""):
                 yield Refusal(place, "secret", f"{source} for {url or 'code of the run'}")
         else:
-            yield from _secrets(place, item, rules, str(part))
+            yield from _find_secrets(place, item, rules, str(part))
 
 
-def _source(value: Any) -> str:
+def _secret_source(value: Any) -> str:
     """Return the variable or the absolute path in a reference to a secret, empty if it is none."""
     if not isinstance(value, Mapping) or not value or not set(value) <= {"env", "file"}:
         return ""
@@ -215,14 +221,12 @@ def _source(value: Any) -> str:
         return ""
 
 
-def _arguments(mark: PluginMark, name: Any) -> type[Section] | None:
-    """Return the arguments of a registered plug-in; None if it has no such declaration, so that it
-    needs trust.
-    """
+def _plugin_arguments(mark: PluginMark, name: Any) -> type[Section] | None:
+    """Return a registered plug-in's arguments; None: not declared, so it needs trust."""
     if not isinstance(name, str) or ":" in name:
         return None
     try:
-        plugin = resolve(mark.kind, name, _attribute(mark.table))
+        plugin = resolve(mark.kind, name, _load_attribute(mark.table))
     except ConfigError:
         return None
     args = plugin if mark.kind == "engines" else getattr(plugin, "Args", None)
@@ -232,7 +236,7 @@ def _arguments(mark: PluginMark, name: Any) -> type[Section] | None:
 def _is_harmless_plugin(mark: PluginMark, name: str) -> bool:
     if not mark.table:
         return True
-    args = _arguments(mark, name)
+    args = _plugin_arguments(mark, name)
     return args is not None and args.harmless is not None
 
 
@@ -241,17 +245,15 @@ def _is_isolated(environment: Any, isolation: Any) -> bool:
     if isolation not in ISOLATION or not isinstance(environment, str) or ":" in environment:
         return False
     try:
-        plugin = resolve("envs", environment, _attribute("envhub.envs:ENVS"))
+        plugin = resolve("envs", environment, _load_attribute("envhub.envs:ENVS"))
     except ConfigError:
         return False
     own = getattr(plugin, "isolation", ISOLATION[-1])
     return own in ISOLATION and ISOLATION.index(isolation) >= ISOLATION.index(own)
 
 
-def _default(field: FieldInfo) -> Any:
-    """Return the default as it stands in a resolved configuration; an object equal to nothing if
-    there is none.
-    """
+def _default_of(field: FieldInfo) -> Any:
+    """Return the default as a resolved configuration has it; without one, equal to nothing."""
     if field.is_required():
         return object()
     try:
@@ -260,7 +262,7 @@ def _default(field: FieldInfo) -> Any:
         return object()
 
 
-def _marks(field: FieldInfo) -> list[Any]:
+def _field_marks(field: FieldInfo) -> list[Any]:
     return [*field.metadata, *_nested_marks(field.annotation)]
 
 
@@ -278,10 +280,10 @@ def _section_of(annotation: Any) -> type[Section] | None:
     if get_origin(annotation) is dict:
         return None
     return next(
-        (found for argument in get_args(annotation) if (found := _section_of(argument))), None
+        (section for argument in get_args(annotation) if (section := _section_of(argument))), None
     )
 
 
-def _attribute(target: str) -> Any:
+def _load_attribute(target: str) -> Any:
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)

@@ -1,5 +1,4 @@
-"""What this host allows runs of other owners: which secrets go where, and which folders their data
-is read from.
+"""What this host allows runs of other owners: secrets by destination, folders of data.
 
 Options, and the file ``~/.config/rlearner/host.toml`` with the same names:
 
@@ -22,10 +21,12 @@ from urllib.parse import urlsplit
 
 from broker.errors import UserError
 
-VARIABLE: Final = "RL_HOST_RULES"  # how child processes of a joined process get its rules
+# How child processes of a joined process get its rules.
+VARIABLE: Final = "RL_HOST_RULES"
 OPENAI_KEY: Final = "OPENAI_API_KEY"
 OPENAI_HOST: Final = "api.openai.com"
-ANY: Final = "*"  # any destination, code of the run included
+# Any destination, code of the run included.
+ANY_HOST: Final = "*"
 _KEYS: Final = ("allow-secret", "allow-data")
 
 
@@ -55,10 +56,10 @@ class HostRules:
         return cls(secrets, tuple(os.path.realpath(parse_folder(text)) for text in allowed_folders))
 
     def allow_secret(self, name: str, url: str) -> bool:
-        """Return whether the secret may go to the host of a URL; without a URL, to code of the run."""
+        """Return whether the secret may go to a URL's host; without a URL, to code of the run."""
         hosts = self.secrets.get(name, frozenset())
-        host, is_private = _destination(url)
-        if ANY in hosts or (host and host in hosts):
+        host, is_private = _parse_destination(url)
+        if ANY_HOST in hosts or (host and host in hosts):
             return True
         return name == OPENAI_KEY and (
             is_private or (url.startswith("https://") and host == OPENAI_HOST)
@@ -66,8 +67,8 @@ class HostRules:
 
     def allow_requests(self, url: str) -> bool:
         """Return whether a run may let this host send requests to the host of a URL."""
-        host, _ = _destination(url)
-        allowed_hosts = {host for hosts in self.secrets.values() for host in hosts} - {ANY}
+        host, _ = _parse_destination(url)
+        allowed_hosts = {host for hosts in self.secrets.values() for host in hosts} - {ANY_HOST}
         return bool(host) and (
             host in allowed_hosts or (url.startswith("https://") and host == OPENAI_HOST)
         )
@@ -84,9 +85,7 @@ class HostRules:
 
 
 def enforced_rules() -> HostRules | None:
-    """Return the rules of this process; None if it did not join with a token, so that nothing is
-    restricted.
-    """
+    """Return the rules of this process; None without a join token: nothing is restricted."""
     text = os.environ.get(VARIABLE)
     if text is None:
         return None
@@ -99,12 +98,15 @@ def enforced_rules() -> HostRules | None:
 
 def add_rule_options(parser: argparse.ArgumentParser) -> None:
     """Add --allow-secret and --allow-data."""
-    text = "with --join: the run may send this variable or file to HOST (* for any use); may be repeated"
+    text = (
+        "with --join: the run may send this variable or file to HOST (* for any use); may be "
+        "repeated"
+    )
     parser.add_argument(
         "--allow-secret",
         action="append",
         default=[],
-        type=_checked(parse_secret),
+        type=_argument_type(parse_secret),
         metavar="NAME=HOST",
         help=text,
     )
@@ -113,7 +115,7 @@ def add_rule_options(parser: argparse.ArgumentParser) -> None:
         "--allow-data",
         action="append",
         default=[],
-        type=_checked(parse_folder),
+        type=_argument_type(parse_folder),
         metavar="FOLDER",
         help=text,
     )
@@ -166,7 +168,7 @@ def parse_folder(text: str) -> str:
     return path
 
 
-def _checked(parse: Callable[[str], object]) -> Callable[[str], str]:
+def _argument_type(parse: Callable[[str], object]) -> Callable[[str], str]:
     def check(text: str) -> str:
         try:
             parse(text)
@@ -209,7 +211,7 @@ def _file_rules() -> dict[str, list[str]]:
     return {name: rules.get(name, []) for name in _KEYS}
 
 
-def _destination(url: str) -> tuple[str, bool]:
+def _parse_destination(url: str) -> tuple[str, bool]:
     """Return the host of a URL, empty if it has none, and whether that is this machine."""
     try:
         parts = urlsplit(url)
@@ -217,7 +219,8 @@ def _destination(url: str) -> tuple[str, bool]:
     except ValueError:
         return "", False
     if parts.username is not None or not url.isprintable() or set(url) & set("\\ "):
-        return "", False  # libraries disagree about the host of such a text
+        # Libraries disagree about the host of such a text.
+        return "", False
     try:
         return host, host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -1,4 +1,4 @@
-"""Findings of checks before a start, shown by ``rlearner doctor`` and enforced by ``rlearner up``."""
+"""Findings of checks before a start; ``rlearner doctor`` prints, ``rlearner up`` enforces them."""
 
 from __future__ import annotations
 

@@ -33,15 +33,15 @@ def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:
             fails to import, or lacks the attribute.
     """
     if name in table:
-        return _load(kind, name, table[name])
+        return _load_target(kind, name, table[name])
     if point := _entry_point(kind, name):
-        return _load(kind, name, point.value)
+        return _load_target(kind, name, point.value)
     if ":" in name:
-        return _load(kind, name, name)
-    raise ConfigError(kind, name, _known(kind, name, table))
+        return _load_target(kind, name, name)
+    raise ConfigError(kind, name, _describe_known(kind, name, table))
 
 
-def check_call(key: str, name: str, found: Any, parameters: Sequence[str]) -> None:
+def check_call(key: str, name: str, target: Any, parameters: Sequence[str]) -> None:
     """Check that an object can be called with these arguments.
 
     Args:
@@ -52,29 +52,30 @@ def check_call(key: str, name: str, found: Any, parameters: Sequence[str]) -> No
         ConfigError: if it cannot; names the expected and the found parameters.
     """
     expected = f"it must be a function of ({', '.join(parameters)}), and is "
-    if not callable(found):
-        raise ConfigError(key, name, f"{expected}an {type(found).__name__}")
+    if not callable(target):
+        raise ConfigError(key, name, f"{expected}an {type(target).__name__}")
     try:
-        signature = inspect.signature(found)
-    except ValueError:  # some callables written in C have no signature
+        signature = inspect.signature(target)
+    except ValueError:
+        # Some callables written in C have no signature.
         return
     try:
         signature.bind(*parameters)
     except TypeError:
         raise ConfigError(
-            key, name, f"{expected}{getattr(found, '__name__', name)}{signature}"
+            key, name, f"{expected}{getattr(target, '__name__', name)}{signature}"
         ) from None
 
 
 def check_method(
     key: str,
     name: str,
-    found: type,
+    target: type,
     method: str,
     parameters: Sequence[str],
     *,
     base: type = object,
-    why: str = "",
+    purpose: str = "",
 ) -> None:
     """Check that a class has a method that takes these arguments.
 
@@ -82,37 +83,38 @@ def check_method(
         key: the setting that names the class.
         parameters: names of the arguments, without ``self``.
         base: a class whose method of this name does not count.
-        why: what needs the method, added to the message.
+        purpose: what needs the method, added to the message.
 
     Raises:
         ConfigError: if the method is missing or takes other arguments; names file and line.
     """
     expected = f"({', '.join(('self', *parameters))})"
-    own = getattr(found, method, None)
+    own = getattr(target, method, None)
     if not callable(own) or own is getattr(base, method, None):
         raise ConfigError(
             key,
             name,
-            f"class {found.__name__}{_place(found)} has no method {method}{expected}{why}",
+            f"class {target.__name__}{_source_place(target)} has no method "
+            f"{method}{expected}{purpose}",
         )
-    is_static = isinstance(inspect.getattr_static(found, method), (staticmethod, classmethod))
+    is_static = isinstance(inspect.getattr_static(target, method), (staticmethod, classmethod))
     try:
         signature = inspect.signature(own)
         signature.bind(*(() if is_static else ("self",)), *parameters)
-    except ValueError:  # some callables written in C have no signature
+    except ValueError:
+        # Some callables written in C have no signature.
         return
     except TypeError:
         raise ConfigError(
-            key, name, f"{method}{signature}{_place(own)} must take {expected}"
+            key, name, f"{method}{signature}{_source_place(own)} must take {expected}"
         ) from None
 
 
-def _place(found: Any) -> str:
+def _source_place(target: Any) -> str:
     """Return `` (my_env.py:12)``, or nothing if there is no source."""
     try:
-        return (
-            f" ({Path(inspect.getsourcefile(found) or '').name}:{inspect.getsourcelines(found)[1]})"
-        )
+        file = Path(inspect.getsourcefile(target) or "").name
+        return f" ({file}:{inspect.getsourcelines(target)[1]})"
     except (OSError, TypeError):
         return ""
 
@@ -126,24 +128,26 @@ def _entry_point(kind: str, name: str) -> EntryPoint | None:
     return next(iter(entry_points(group=f"rlearner.{kind}", name=name)), None)
 
 
-def _known(kind: str, name: str, table: Mapping[str, str]) -> str:
+def _describe_known(kind: str, name: str, table: Mapping[str, str]) -> str:
     if name.endswith(".py"):
         return f"add ':function' or ':Class', a name in that file: {name}:NAME"
     names = known(kind, table)
     close = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return f"{hint}known: {', '.join(names) or 'none'}; or 'package.module:attribute', or 'file.py:attribute'"
+    return (
+        f"{hint}known: {', '.join(names) or 'none'}; or 'package.module:attribute', or "
+        "'file.py:attribute'"
+    )
 
 
-def _load(kind: str, name: str, target: str) -> Any:
+def _load_target(kind: str, name: str, target: str) -> Any:
     source, _, attribute = target.rpartition(":")
     if not source or not attribute:
         raise ConfigError(kind, name, "write 'package.module:attribute' or 'file.py:attribute'")
-    module = (
-        _from_file(kind, name, Path(source))
-        if source.endswith(".py")
-        else _from_path(kind, name, source)
-    )
+    if source.endswith(".py"):
+        module = _from_file(kind, name, Path(source))
+    else:
+        module = _from_path(kind, name, source)
     plugin: Any = module
     for part in attribute.split("."):
         if not hasattr(plugin, part):

@@ -1,4 +1,4 @@
-"""Loads and validates configurations, and publishes the RunSpec that processes use to join a run."""
+"""Loads and validates configurations, and publishes the RunSpec by which processes join a run."""
 
 from __future__ import annotations
 
@@ -63,9 +63,10 @@ def _as_configured(config: dict[str, Any]) -> dict[str, Any]:
     """Return a run's resolved settings with derived ones null, so that they follow changes."""
     try:
         checked = validate(config)
-    except UserError:  # an override may correct it; else the validation of the whole reports it
+    except UserError:
+        # An override may correct it; else the validation of the whole reports it.
         return config
-    scoring_s = _attribute(SCORING)(RunSettings.of_config(checked))
+    scoring_s = _load_attribute(SCORING)(RunSettings.of_config(checked))
     return derived.release(checked, scoring_s)
 
 
@@ -92,7 +93,8 @@ CHECKS: Final[tuple[str, ...]] = (
     "rewardhub.config:check",
 )
 
-SCORING: Final = "rewardhub.config:longest_scoring_s"  # longest time of rewards, for the timeouts
+# Longest time of rewards, for the timeouts.
+SCORING: Final = "rewardhub.config:longest_scoring_s"
 
 S = TypeVar("S", bound=Section)
 
@@ -104,8 +106,7 @@ def validate(
     sections: Mapping[str, str] | None = None,
     checks: Sequence[str] | None = None,
 ) -> dict[str, Any]:
-    """Check all sections and their combinations; return the config with defaults and timeouts,
-    ready for JSON.
+    """Check all sections together; return the config with defaults and timeouts, for JSON.
 
     Args:
         config: as returned by ``load``.
@@ -126,7 +127,8 @@ def validate(
                 command := next((OFFLINE[key] for key in OFFLINE if key in config), "")
             ):
                 raise UserError(
-                    f"{name}: with that section it is a configuration for `{command}`, not for a run"
+                    f"{name}: with that section it is a configuration for `{command}`, not for a "
+                    "run"
                 )
             raise ConfigError(name, config[name], unknown(name, sections, "", config[name]))
     parsed = {name: _parse_section(name, config.get(name), sections[name]) for name in sections}
@@ -134,10 +136,10 @@ def validate(
         return {name: value.model_dump(mode="json") for name, value in parsed.items()}
     settings = RunSettings(**parsed)
     for check in checks:
-        settings = _attribute(check)(settings) or settings
+        settings = _load_attribute(check)(settings) or settings
     checked = settings.model_dump(mode="json")
     if checks is CHECKS:
-        derived.derive(checked, _attribute(SCORING)(settings))
+        derived.derive(checked, _load_attribute(SCORING)(settings))
     return checked
 
 
@@ -156,7 +158,7 @@ def domains(config: dict[str, Any]) -> dict[str, DomainSection]:
 
 def _parse_section(name: str, value: Any, target: str) -> Any:
     """Return a section, of ``domains`` those of all domains by name."""
-    model: type[Section] = _attribute(target)
+    model: type[Section] = _load_attribute(target)
     value = {} if value is None else value
     if not isinstance(value, dict):
         raise ConfigError(name, value, "expected a mapping")
@@ -169,7 +171,7 @@ def _parse_section(name: str, value: Any, target: str) -> Any:
     return {key: parse(f"domains.{key}", entry, model) for key, entry in entries.items()}
 
 
-def _attribute(target: str) -> Any:
+def _load_attribute(target: str) -> Any:
     module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
@@ -181,31 +183,30 @@ async def newest_epoch(bus: Bus, run: str) -> int:
         UserError: if its RunSpec has another wire version, or does not decode.
     """
     entry = await bus.key_value(RUNS, run).get_bytes(run)
-    return 0 if entry is None else _decode(run, entry[0]).epoch
+    return 0 if entry is None else _decode_runspec(run, entry[0]).epoch
 
 
 async def publish_runspec(
-    bus: Bus, spec: wire.RunSpec, *, above: int = 0, seen: int | None = None
+    bus: Bus, spec: wire.RunSpec, *, above: int = 0, known_epoch: int | None = None
 ) -> int:
-    """Write the RunSpec with the next epoch above ``above``, by compare-and-swap; return that
-    epoch.
+    """Write the RunSpec with the next epoch above ``above``, compare-and-swap; return it.
 
     This fences the previous owner of the run. Replaces the ``epoch`` in ``spec``.
 
     Args:
-        seen: newest epoch that the caller knows; a newer one is not replaced. None: take over from
-            any.
+        known_epoch: newest epoch that the caller knows; a newer one is not replaced. None: take
+            over from any.
 
     Raises:
-        Fenced: if there is a newer epoch than ``seen``.
+        Fenced: if there is a newer epoch than ``known_epoch``.
         UserError: if the run exists with another wire version.
     """
     await _ensure_consumers(bus, RunSettings.of_config(spec.config))
     runs = bus.key_value(RUNS)
     while True:
         entry = await runs.get_bytes(spec.run)
-        newest = 0 if entry is None else _decode(spec.run, entry[0]).epoch
-        if seen is not None and newest > seen:
+        newest = 0 if entry is None else _decode_runspec(spec.run, entry[0]).epoch
+        if known_epoch is not None and newest > known_epoch:
             raise Fenced(f"run {spec.run}: another learner took epoch {newest}")
         epoch = max(above, newest) + 1
         mine = msgspec.structs.replace(spec, epoch=epoch)
@@ -240,8 +241,8 @@ async def wait_for_runspec(bus: Bus, run: str) -> wire.RunSpec:
     runs = bus.key_value(RUNS)
     reminders = Reminders()
     while True:
-        if (found := await runs.get_bytes(run)) is not None:
-            return _decode(run, found[0])
+        if (entry := await runs.get_bytes(run)) is not None:
+            return _decode_runspec(run, entry[0])
         if reminders.due(time.monotonic()):
             run_names = ", ".join(sorted(await find_runs(bus)))
             log.info(
@@ -253,9 +254,7 @@ async def wait_for_runspec(bus: Bus, run: str) -> wire.RunSpec:
 
 
 async def find_runs(bus: Bus) -> dict[str, str]:
-    """Return every run on the broker with its desired state, ``running`` if the operator never set
-    one.
-    """
+    """Return every run on the broker with its desired state, by default ``running``."""
     states: dict[str, str] = {}
     for run in await bus.runs():
         if await bus.key_value(RUNS, run).get_bytes(run) is None:
@@ -292,10 +291,8 @@ class _Versioned(msgspec.Struct):
     wire_version: int = wire.WIRE_VERSION
 
 
-def _decode(run: str, data: bytes) -> wire.RunSpec:
-    """Decode a RunSpec; one of another wire version may have fields that this program does not
-    know.
-    """
+def _decode_runspec(run: str, data: bytes) -> wire.RunSpec:
+    """Decode a RunSpec; another wire version may have fields unknown here."""
     try:
         spec = codec.decode(data, wire.RunSpec)
         problem = ""
@@ -303,20 +300,18 @@ def _decode(run: str, data: bytes) -> wire.RunSpec:
     except WireError as error:
         spec = None
         problem = str(error)
-        version = _version(data)
+        version = _wire_version(data)
     if version != wire.WIRE_VERSION:
-        found = f"run {run} uses wire version {version}, this program {wire.WIRE_VERSION}"
+        versions = f"run {run} uses wire version {version}, this program {wire.WIRE_VERSION}"
         remedy = "install the version that started the run, or see docs/operations.md#upgrading"
-        raise UserError(f"{found}; {remedy}")
+        raise UserError(f"{versions}; {remedy}")
     if spec is None:
         raise UserError(f"the RunSpec of run {run} does not decode: {problem}")
     return spec
 
 
-def _version(data: bytes) -> int:
-    """Return the wire version in the encoding of a RunSpec, ours if it has none; nothing else is
-    decoded.
-    """
+def _wire_version(data: bytes) -> int:
+    """Return the wire version in an encoded RunSpec, ours without one; decodes nothing else."""
     try:
         return msgspec.msgpack.decode(data, type=_Versioned).wire_version
     except (msgspec.MsgspecError, RecursionError):
@@ -343,7 +338,7 @@ def check_digests(digests: Mapping[str, str]) -> None:
         UserError: if a file is missing or differs; names it.
     """
     for path, expected in digests.items():
-        if (found := digest_file(path)) != expected:
+        if (digest := digest_file(path)) != expected:
             raise UserError(
-                f"{path}: content differs from the run's (digest {found}, expected {expected})"
+                f"{path}: content differs from the run's (digest {digest}, expected {expected})"
             )

@@ -55,8 +55,7 @@ class SecretRef(Section):
         return self.env or os.path.abspath(os.path.expanduser(self.file or ""))
 
     def find(self, url: str = "") -> str:
-        """Return the secret, without white space around it; empty if there is none, or none for
-        this destination.
+        """Return the stripped secret; empty without one, or for this destination.
 
         Args:
             url: where it is sent; empty: it is used by code of the run. In a process that joined
@@ -121,41 +120,42 @@ def refuse_copied(key: str, variable: str) -> None:
     last = key.rpartition(".")[2].partition("[")[0]
     if is_secret_name(last) or is_secret_name(variable) or why_secret("", value):
         raise UserError(
-            f"{key}: ${{oc.env:{variable}}} would store a secret with the run; write {{env: {variable}}}"
+            f"{key}: ${{oc.env:{variable}}} would store a secret with the run; "
+            f"write {{env: {variable}}}"
         )
 
 
 def refuse_literal(config: Mapping[str, Any]) -> None:
-    """Check that a configuration holds no secret, because the run's folder, the broker and trackers
-    store it.
+    """Check that a configuration holds no secret: folder, broker and trackers store it.
 
     Raises:
         ConfigError: if it seems to hold one; names the key, never the value.
     """
-    for path, key, value in _strings(config):
-        if why := why_secret(key, value):
-            raise ConfigError(path, HIDDEN, f"{why}, and would be stored with the run; {ALLOWED}")
+    for path, key, value in _find_strings(config):
+        if reason := why_secret(key, value):
+            raise ConfigError(
+                path, HIDDEN, f"{reason}, and would be stored with the run; {ALLOWED}"
+            )
 
 
-def resolved(value: Any, where: str) -> Any:
-    """Return the arguments of a plug-in with each reference at the key of a secret replaced by the
-    secret.
+def resolved(value: Any, place: str) -> Any:
+    """Return a plug-in's arguments with each reference to a secret replaced by the secret.
 
     Args:
-        where: the key of the arguments, for messages.
+        place: the key of the arguments, for messages.
 
     Raises:
         UserError: if a secret is missing or not usable.
     """
     if isinstance(value, list):
-        return [resolved(each, f"{where}.{index}") for index, each in enumerate(value)]
+        return [resolved(item, f"{place}.{index}") for index, item in enumerate(value)]
     if not isinstance(value, Mapping):
         return value
     return {
-        key: SecretRef.model_validate(each).require(f"{where}.{key}")
-        if is_secret_name(str(key)) and _is_reference(each)
-        else resolved(each, f"{where}.{key}")
-        for key, each in value.items()
+        key: SecretRef.model_validate(item).require(f"{place}.{key}")
+        if is_secret_name(str(key)) and _is_reference(item)
+        else resolved(item, f"{place}.{key}")
+        for key, item in value.items()
     }
 
 
@@ -176,17 +176,17 @@ def _is_reference(value: Any) -> bool:
     return isinstance(value, Mapping) and len(value) == 1 and set(value) <= {"env", "file"}
 
 
-def _strings(value: Any, path: str = "", key: str = "") -> list[tuple[str, str, str]]:
-    """Return path, innermost key and value of every string; elements of a list have the list's key."""
+def _find_strings(value: Any, path: str = "", key: str = "") -> list[tuple[str, str, str]]:
+    """Return path, innermost key and value of every string; elements of a list have its key."""
     if isinstance(value, str):
         return [(path, key, value)]
     if isinstance(value, list):
         return [
-            found
-            for index, each in enumerate(value)
-            for found in _strings(each, f"{path}.{index}", key)
+            entry
+            for index, item in enumerate(value)
+            for entry in _find_strings(item, f"{path}.{index}", key)
         ]
     if not isinstance(value, Mapping):
         return []
-    parts = [(f"{path}.{name}".lstrip("."), str(name), each) for name, each in value.items()]
-    return [found for below, name, each in parts for found in _strings(each, below, name)]
+    parts = [(f"{path}.{name}".lstrip("."), str(name), item) for name, item in value.items()]
+    return [entry for below, name, item in parts for entry in _find_strings(item, below, name)]

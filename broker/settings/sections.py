@@ -1,6 +1,4 @@
-"""Parses plain values into pydantic sections, strictly, with an error message for the first bad
-value.
-"""
+"""Parses plain values into pydantic sections, strictly; names the first bad value."""
 
 from __future__ import annotations
 
@@ -18,12 +16,11 @@ from broker.system.redaction import HIDDEN, is_secret_name
 M = TypeVar("M", bound=pydantic.BaseModel)
 
 
-def parse(where: str, value: Any, model: type[M]) -> M:
-    """Parse one section as strictly as JSON: a quoted number is not a number, but a list may fill a
-    tuple.
+def parse(place: str, value: Any, model: type[M]) -> M:
+    """Parse one section as strictly as JSON: no quoted numbers, but lists for tuples.
 
     Args:
-        where: its key, for example ``rollout.engine_args``.
+        place: its key, for example ``rollout.engine_args``.
         value: mappings, lists, strings, numbers, booleans and null.
 
     Raises:
@@ -34,29 +31,27 @@ def parse(where: str, value: Any, model: type[M]) -> M:
         text = json.dumps(value)
     except (TypeError, ValueError):
         raise ConfigError(
-            where, value, "only mappings, lists, strings, numbers, booleans and null"
+            place, value, "only mappings, lists, strings, numbers, booleans and null"
         ) from None
     try:
         return model.model_validate_json(text, strict=True)
     except pydantic.ValidationError as error:
-        raise _config_error(where, model, error) from None
+        raise _config_error(place, model, error) from None
 
 
 def _config_error(
-    where: str, model: type[pydantic.BaseModel], error: pydantic.ValidationError
+    place: str, model: type[pydantic.BaseModel], error: pydantic.ValidationError
 ) -> ConfigError:
-    """Return the first problem, but unknown keys first, because a misspelt key also leaves one
-    missing.
-    """
-    problem = min(error.errors(), key=lambda each: each["type"] != "extra_forbidden")
+    """Return the first problem; unknown keys first, as a misspelt key leaves one missing."""
+    problem = min(error.errors(), key=lambda details: details["type"] != "extra_forbidden")
     location = [str(part) for part in problem["loc"]]
-    key = ".".join((where, *location))
+    key = ".".join((place, *location))
     if problem["type"] == "extra_forbidden":
         *above, name = location
         return ConfigError(
             key,
             problem["input"],
-            unknown(name, _keys_at(model, above), ".".join((where, *above)), problem["input"]),
+            unknown(name, _keys_at(model, above), ".".join((place, *above)), problem["input"]),
         )
     if problem["type"] == "missing":
         return ConfigError(key, None, "it must be given")
@@ -65,9 +60,7 @@ def _config_error(
 
 
 def sentence(message: str) -> str:
-    """Return a message of pydantic for use within a line, without its prefix for errors of
-    validators.
-    """
+    """Return a message of pydantic without its prefix, for use within a line."""
     message = message.removeprefix("Value error, ")
     return message[:1].lower() + message[1:]
 
@@ -77,33 +70,31 @@ def _keys_at(model: Any, location: Sequence[str]) -> Sequence[str]:
     for part in location:
         field = model.model_fields.get(part) if hasattr(model, "model_fields") else None
         if field is not None:
-            model = _inner(field.annotation)
+            model = _inner_section(field.annotation)
     return list(model.model_fields) if hasattr(model, "model_fields") else []
 
 
-def _inner(annotation: Any) -> Any:
-    """Return the section inside an annotation: ``Reward`` of ``list[Reward]`` or of ``Reward |
-    None``.
-    """
+def _inner_section(annotation: Any) -> Any:
+    """Return the section in an annotation: ``Reward`` of ``list[Reward]`` or optional."""
     if hasattr(annotation, "model_fields"):
         return annotation
     for argument in getattr(annotation, "__args__", ()):
-        if hasattr(inner := _inner(argument), "model_fields"):
+        if hasattr(inner := _inner_section(argument), "model_fields"):
             return inner
     return annotation
 
 
 def unknown(
-    name: str, names: Mapping[str, object] | Sequence[str], where: str, value: object = None
+    name: str, names: Mapping[str, object] | Sequence[str], place: str, value: object = None
 ) -> str:
     """Return the message for an unknown key.
 
     Args:
         names: the known keys.
-        where: the key above them, empty at the top.
+        place: the key above them, empty at the top.
         value: of the key.
     """
-    prefix = f"{where}." if where else ""
+    prefix = f"{place}." if place else ""
     if own := own_name(prefix + name, value):
         return f"unknown key, did you mean {own!r}?"
     if close := difflib.get_close_matches(name, list(names), n=1):

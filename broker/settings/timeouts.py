@@ -1,5 +1,4 @@
-"""The timeouts of a run; each that the configuration leaves null is derived from the next inner
-one.
+"""The timeouts of a run; each null is derived from the next inner one.
 
 A turn < an episode < a group < a ticket:
 
@@ -86,8 +85,7 @@ def derive(config: dict[str, Any], scoring_s: Mapping[str, float]) -> None:
 
 
 def release(config: dict[str, Any], scoring_s: Mapping[str, float]) -> dict[str, Any]:
-    """Return a resolved configuration in which timeouts that ``derive`` would fill in equally are
-    null again.
+    """Return a configuration in which timeouts that ``derive`` would fill in are null again.
 
     They then follow later changes, as they did when the run was first configured.
     """
@@ -121,10 +119,12 @@ def note(config: dict[str, Any]) -> str:
     """Return the timeouts of a checked configuration in one line, for the operator."""
     envhub = config["envhub"]
     deadlines = {domain["deadline_s"] for domain in config["domains"].values()}
-    groups = " or ".join(f"{each:g}" for each in sorted(deadlines))
+    groups = " or ".join(f"{deadline:g}" for deadline in sorted(deadlines))
     return (
-        f"timeouts: a turn {envhub['generate_timeout_s']:g} s, an episode {envhub['episode_timeout_s']:g} s, a group "
-        f"{groups} s, a ticket {config['train']['ticket_timeout_s']:g} s in one hub: steps, pauses, queues and missing "
+        f"timeouts: a turn {envhub['generate_timeout_s']:g} s, an episode "
+        f"{envhub['episode_timeout_s']:g} s, a group "
+        f"{groups} s, a ticket {config['train']['ticket_timeout_s']:g} s in one hub: steps, "
+        "pauses, queues and missing "
         "hubs may take any time"
     )
 

@@ -1,6 +1,4 @@
-"""Refuses YAML that is small as a text and huge as a value, or nested so deeply that reading it
-fails.
-"""
+"""Refuses YAML that is small as a text and huge as a value, or nested too deeply."""
 
 from __future__ import annotations
 
@@ -31,11 +29,11 @@ def compose_bounded(text: str) -> yaml.Node | None:
     except RecursionError:
         raise YamlBomb(f"nested more than {MAX_DEPTH} deep") from None
     if node is not None:
-        _count(node, {}, 1)
+        _count_nodes(node, {}, 1)
     return node
 
 
-def _count(node: yaml.Node, sizes: dict[int, int | None], depth: int) -> int:
+def _count_nodes(node: yaml.Node, sizes: dict[int, int | None], depth: int) -> int:
     """Return the number of nodes with all aliases expanded.
 
     Args:
@@ -56,7 +54,7 @@ def _count(node: yaml.Node, sizes: dict[int, int | None], depth: int) -> int:
         children = node.value
     size = 1
     for child in children:
-        size += _count(child, sizes, depth + 1)
+        size += _count_nodes(child, sizes, depth + 1)
         if size > MAX_NODES:
             raise YamlBomb(f"its aliases stand for more than {MAX_NODES} values")
     sizes[id(node)] = size

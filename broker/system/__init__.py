@@ -1,3 +1,1 @@
-"""What a process uses of its host: child processes, locks, logs, GPUs, identity; without brokers
-and settings.
-"""
+"""What a process uses of its host: children, locks, logs, GPUs. No brokers, no settings."""

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
-ASIDE_FROM_BYTES: Final = 256 * 1024  # decoding less takes no longer than switching threads
+# Decoding less takes no longer than switching threads.
+ASIDE_FROM_BYTES: Final = 256 * 1024
 
 T = TypeVar("T")
 

@@ -11,9 +11,7 @@ JOB: Final = "SLURM_JOB_ID"
 
 
 def batch_job(environ: Mapping[str, str] = os.environ) -> str:
-    """Return the Slurm job of this process as ``squeue`` shows it, for example ``Slurm job
-    4711_2``; empty outside.
-    """
+    """Return the Slurm job of this process as ``squeue`` names it; empty outside."""
     array, task = (environ.get(name, "") for name in TASK)
     number = f"{array}_{task}" if array.isdecimal() and task.isdecimal() else environ.get(JOB, "")
     return f"Slurm job {number}" if number.replace("_", "").isdecimal() else ""

@@ -64,8 +64,7 @@ except OSError as error:
 
 
 def hide_memory() -> None:
-    """Keep other processes of this user, which may run users' code, from reading this one's memory
-    and environment.
+    """Keep other processes of this user, perhaps users' code, from reading our memory.
 
     Root still can. Debuggers and profilers of this process need root, and it writes no core dump.
     """
@@ -74,9 +73,7 @@ def hide_memory() -> None:
 
 
 def cpu_s(pid: int) -> float:
-    """Return the seconds of processor time, user and system, that a process has used; 0 once it is
-    reaped.
-    """
+    """Return the processor seconds that a process has used; 0 once it is reaped."""
     try:
         times: Any = psutil.Process(pid).cpu_times()
     except psutil.Error:

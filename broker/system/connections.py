@@ -13,9 +13,7 @@ FAMILIES: Final = (socket.AF_INET, socket.AF_INET6)
 
 
 def addresses() -> dict[str, list[str]]:
-    """Return the addresses of each interface, IPv4 before IPv6, without those of the link only
-    (fe80::).
-    """
+    """Return the addresses of each interface, IPv4 first, without link-local ones."""
     usable_addresses: dict[str, list[str]] = {}
     for name, entries in psutil.net_if_addrs().items():
         ordered = [
@@ -28,7 +26,14 @@ def addresses() -> dict[str, list[str]]:
 
 def interface_of(address: str) -> str:
     """Return the name of the interface that has an address, empty if none has it."""
-    return next((name for name, known in addresses().items() if address in known), "")
+    return next(
+        (
+            name
+            for name, interface_addresses in addresses().items()
+            if address in interface_addresses
+        ),
+        "",
+    )
 
 
 def address_of(interface: str) -> str:
@@ -40,7 +45,8 @@ def address_of(interface: str) -> str:
     interfaces = addresses()
     if interface not in interfaces:
         raise ValueError(
-            f"expected an interface of this host that has an address: {', '.join(sorted(interfaces)) or 'none'}"
+            "expected an interface of this host that has an address: "
+            f"{', '.join(sorted(interfaces)) or 'none'}"
         )
     return interfaces[interface][0]
 

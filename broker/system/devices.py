@@ -1,6 +1,4 @@
-"""Names the devices that processes of this machine may share: its GPUs by their UUIDs, its memory
-by the host.
-"""
+"""Names the devices that processes share: GPUs by UUID, memory by host."""
 
 from __future__ import annotations
 
@@ -40,10 +38,9 @@ def gpu_uuids() -> dict[int, str]:
 def device_names(
     spec: str,
     environ: Mapping[str, str] = os.environ,
-    found: Callable[[], dict[int, str]] = gpu_uuids,
+    find_gpus: Callable[[], dict[int, str]] = gpu_uuids,
 ) -> list[str]:
-    """Return the names of the devices that ``--gpus SPEC`` selects; the host's memory if there is
-    no GPU.
+    """Return the devices that ``--gpus SPEC`` selects; the host's memory without a GPU.
 
     ``auto`` are all GPUs that the environment allows, also those that the process will not use: a
     process then waits longer than it must.
@@ -53,10 +50,10 @@ def device_names(
     """
     if spec == "cpu":
         return [host_name()]
-    uuids = found()
+    uuids = find_gpus()
     if spec != "auto":
         return [
-            _token(uuids.get(number, f"{socket.gethostname()}-gpu-{number}"))
+            _device_name(uuids.get(number, f"{socket.gethostname()}-gpu-{number}"))
             for number in gpus.parse(spec)
         ]
     visible = environ.get("CUDA_VISIBLE_DEVICES")
@@ -67,13 +64,13 @@ def device_names(
             for i, uuid in uuids.items()
             if any(c == str(i) or (c and uuid.startswith(c)) for c in selectors)
         }
-    return [_token(uuid) for uuid in uuids.values()] or [host_name()]
+    return [_device_name(uuid) for uuid in uuids.values()] or [host_name()]
 
 
 def host_name() -> str:
     """Return the name of this host's memory as a device."""
-    return _token(f"{socket.gethostname()[: NAME_CHARS - 4]}-cpu")
+    return _device_name(f"{socket.gethostname()[: NAME_CHARS - 4]}-cpu")
 
 
-def _token(name: str) -> str:
+def _device_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_-]", "-", name)[:NAME_CHARS]

@@ -8,9 +8,7 @@ from pathlib import Path
 
 
 def disk_figures(folder: Path) -> dict[str, float]:
-    """Return ``disk/free_bytes``, for this user, and ``disk/size_bytes``; empty while they cannot
-    be read.
-    """
+    """Return ``disk/free_bytes``, for this user, and ``disk/size_bytes``; empty if unknown."""
     with suppress(OSError):
         space = os.statvfs(folder)
         return {

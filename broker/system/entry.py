@@ -1,6 +1,4 @@
-"""The outermost layer of every command: one line for bad input, no traceback for a closed pipe (``|
-head``).
-"""
+"""The outermost layer of every command: one line for bad input, quiet on a closed pipe."""
 
 from __future__ import annotations
 
@@ -17,7 +15,8 @@ from broker.system.private_files import private_umask
 EXIT_FAULT: Final = 1
 EXIT_USER_ERROR: Final = 2
 EXIT_STOPPED: Final = 130
-EXIT_OUTPUT_CLOSED: Final = 141  # what a shell reports of other tools there: 128 + SIGPIPE
+# What a shell reports of other tools there: 128 + SIGPIPE.
+EXIT_OUTPUT_CLOSED: Final = 141
 
 
 def enter(command: Callable[[], int]) -> int:
@@ -41,13 +40,15 @@ def enter(command: Callable[[], int]) -> int:
             return EXIT_STOPPED
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # the interpreter would do it at exit, and print a traceback
+                # The interpreter would do it at exit, and print a traceback.
+                sys.stdout.flush()
     except BrokenPipeError:
         if not output_is_closed():
             raise
         devnull = os.open(os.devnull, os.O_WRONLY)
         for descriptor in filter(_has_no_reader, (1, 2)):
-            os.dup2(devnull, descriptor)  # for what is still buffered
+            # For what is still buffered.
+            os.dup2(devnull, descriptor)
         os.close(devnull)
         return EXIT_OUTPUT_CLOSED
 

@@ -29,7 +29,8 @@ def parse(spec: str) -> list[int]:
         match = re.fullmatch(r"\s*(\d{1,4})(?:\s*-\s*(\d{1,4}))?\s*", part)
         if match is None:
             raise UserError(
-                f"--gpus: expected cpu, auto, a list such as 0,2 or a range such as 4-7, got {spec!r}"
+                "--gpus: expected cpu, auto, a list such as 0,2 or a range such as 4-7, got "
+                f"{spec!r}"
             )
         first = int(match[1])
         last = int(match[2] or match[1])
@@ -43,9 +44,7 @@ def parse(spec: str) -> list[int]:
 
 
 def existing() -> list[int]:
-    """Return the numbers of this machine's NVIDIA GPUs in nvidia-smi's order, without importing
-    torch.
-    """
+    """Return the numbers of this machine's GPUs in nvidia-smi's order, without torch."""
     smi = shutil.which("nvidia-smi")
     if smi is not None:
         try:
@@ -54,7 +53,8 @@ def existing() -> list[int]:
                 command, capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False
             )
         except (OSError, subprocess.TimeoutExpired):
-            pass  # a broken tool does not describe the hardware: read the driver's folder
+            # A broken tool does not describe the hardware: read the driver's folder.
+            pass
         else:
             if answer.returncode == 0:
                 return sorted(int(line) for line in answer.stdout.split() if line.isdigit())
@@ -64,7 +64,7 @@ def existing() -> list[int]:
 def select(
     spec: str,
     environ: MutableMapping[str, str] = os.environ,
-    found: Callable[[], list[int]] = existing,
+    find_gpus: Callable[[], list[int]] = existing,
 ) -> Device:
     """Restrict this process to some GPUs; call it before torch is imported.
 
@@ -83,12 +83,13 @@ def select(
         environ["CUDA_VISIBLE_DEVICES"] = ""
         return "cpu"
     numbers = parse(spec)
-    present = found()
+    present = find_gpus()
     missing = [n for n in numbers if n not in present]
     if missing:
         names = f"GPU{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         have = f"it has {', '.join(map(str, present))}" if present else "it has no NVIDIA GPU"
         raise UserError(f"--gpus {spec}: {names} not on this machine; {have}")
-    environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # nvidia-smi's order; CUDA's default is by speed
+    # nvidia-smi's order; CUDA's default is by speed.
+    environ["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"
     environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, numbers))
     return "cuda"

@@ -24,9 +24,7 @@ _PRIORITIES: Final = (
 
 
 def is_behind_stderr() -> bool:
-    """Return whether this process's stderr is the journal's stream, and the journal takes records
-    here.
-    """
+    """Return whether stderr is the journal's stream, and the journal takes records here."""
     device, _, inode = os.environ.get("JOURNAL_STREAM", "").partition(":")
     try:
         status = os.fstat(2)
@@ -57,7 +55,8 @@ class JournalHandler(logging.Handler):
             self._send(self._entry(record))
         except OSError:
             self._otherwise.handle(record)
-        except Exception:  # noqa: BLE001 - arguments that do not fit their format: what every logging handler does
+        # Arguments may not fit their format; every logging handler reports that and goes on.
+        except Exception:  # noqa: BLE001
             self.handleError(record)
 
     def _entry(self, record: logging.LogRecord) -> bytes:
@@ -77,14 +76,14 @@ class JournalHandler(logging.Handler):
                 if value != "-"
             },
         }
-        return b"".join(map(_field, fields.items()))
+        return b"".join(map(_format_field, fields.items()))
 
     def _send(self, entry: bytes) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as out:
             out.sendto(entry, SOCKET)
 
 
-def _field(item: tuple[str, str]) -> bytes:
+def _format_field(item: tuple[str, str]) -> bytes:
     """Return ``NAME=value``, or name, length and bytes if the value has several lines."""
     name = item[0].encode()
     value = item[1].encode("utf-8", "replace")

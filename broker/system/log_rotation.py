@@ -13,8 +13,9 @@ from io import TextIOWrapper
 from logging.handlers import RotatingFileHandler
 from typing import Final
 
-KEPT: Final = 3  # older files
-SIZE: Final = "RL_LOG_MIB"  # environment variable: MiB of a file, 64 by default
+MAX_OLD_FILES: Final = 3  # older files
+# Environment variable: MiB of a file, 64 by default.
+SIZE: Final = "RL_LOG_MIB"
 # environment variable that `rlearner up` sets: the file behind stdout and stderr
 OUTPUT: Final = "RL_LOG_OUTPUT"
 DEFAULT_MIB: Final = 64.0
@@ -31,7 +32,7 @@ def limit_bytes() -> int:
 
 def rotate(path: str) -> None:
     """Rename a log and its older files, dropping the oldest."""
-    for number in range(KEPT - 1, 0, -1):
+    for number in range(MAX_OLD_FILES - 1, 0, -1):
         with suppress(FileNotFoundError):
             os.replace(f"{path}.{number}", f"{path}.{number + 1}")
     with suppress(FileNotFoundError):
@@ -39,8 +40,7 @@ def rotate(path: str) -> None:
 
 
 def rotate_output() -> None:
-    """Rotate the file behind this process's stdout and stderr, if it is too large and ``rlearner
-    up`` opened it.
+    """Rotate the file behind stdout and stderr if it is too large and ``up`` opened it.
 
     Children that write to it directly keep the old file.
     """
@@ -53,7 +53,8 @@ def rotate_output() -> None:
             return
         status = os.stat(path, follow_symlinks=False)
         if (status.st_dev, status.st_ino) != (behind.st_dev, behind.st_ino):
-            return  # a parent's file, not this process's
+            # A parent's file, not this process's.
+            return
         rotate(path)
         fresh = os.open(
             path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600
@@ -76,10 +77,10 @@ class PrivateLogFile(RotatingFileHandler):
     """
 
     def __init__(self, path: str) -> None:
-        super().__init__(path, maxBytes=limit_bytes(), backupCount=KEPT, encoding="utf-8")
+        super().__init__(path, maxBytes=limit_bytes(), backupCount=MAX_OLD_FILES, encoding="utf-8")
 
     def shouldRollover(self, record: logging.LogRecord) -> bool:
-        """Return whether the file is full; reopen it first if it is no longer the one of that name."""
+        """Return whether the file is full; reopen it first if another has its name."""
         if self.stream is not None and not self._is_current(self.stream):
             self.stream.close()
             self.stream = self._open()

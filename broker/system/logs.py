@@ -27,8 +27,7 @@ _STANDARD: Final = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asc
 
 
 class LineFormatter(logging.Formatter):
-    """``2026-11-22 12:00:01.042 INFO run role id message key=value``, with a traceback on the lines
-    below.
+    """``2026-11-22 12:00:01.042 INFO run role id message key=value``, tracebacks below.
 
     Secrets appear as ``***``.
     """
@@ -43,9 +42,9 @@ class LineFormatter(logging.Formatter):
         return redact(visible(super().format(record), newlines=True))
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        given = {key: value for key, value in vars(record).items() if key not in _STANDARD}
-        below = given.pop(TRACEBACK, "")
-        extras = [visible(f"{key}={value}") for key, value in given.items()]
+        fields = {key: value for key, value in vars(record).items() if key not in _STANDARD}
+        below = fields.pop(TRACEBACK, "")
+        extras = [visible(f"{key}={value}") for key, value in fields.items()]
         message = " ".join(record.getMessage().splitlines())
         line = " ".join([*self.start(record), message, *extras])
         return f"{line}\n{below}" if below else line
@@ -88,7 +87,7 @@ class JsonFormatter(logging.Formatter):
             **_identity,
             "message": redact(record.getMessage()),
             **(
-                {"extra": {key: _plain(key, value) for key, value in fields.items()}}
+                {"extra": {key: _plain_value(key, value) for key, value in fields.items()}}
                 if fields
                 else {}
             ),
@@ -97,10 +96,8 @@ class JsonFormatter(logging.Formatter):
         return visible_json(line)
 
 
-def _plain(key: str, value: Any) -> Any:
-    """Return a value of ``extra`` as JSON has it; redacted before encoding, which would hide a
-    secret's quotes.
-    """
+def _plain_value(key: str, value: Any) -> Any:
+    """Return a value of ``extra`` for JSON, redacted first: encoding hides a secret's quotes."""
     if is_secret_name(key):
         return HIDDEN
     if value is None or isinstance(value, bool | int | float):
@@ -114,7 +111,8 @@ class StderrHandler(logging.StreamHandler[TextIO]):
     """Writes to the stderr of the moment: a library may log after the first one was closed."""
 
     def __init__(self) -> None:
-        logging.Handler.__init__(self)  # StreamHandler's would keep the stream
+        # StreamHandler's would keep the stream.
+        logging.Handler.__init__(self)
 
     def emit(self, record: logging.LogRecord) -> None:
         super().emit(record)
@@ -127,9 +125,7 @@ class StderrHandler(logging.StreamHandler[TextIO]):
 
 
 def configure(level: str = "INFO") -> None:
-    """Send all logging of this process to stderr, in one format; or to the journal, if that is
-    behind stderr.
-    """
+    """Send this process's logging to stderr in one format, or to the journal behind it."""
     handler: logging.Handler = StderrHandler()
     if journal.is_behind_stderr():
         handler.setFormatter(LineFormatter())
@@ -166,7 +162,8 @@ def apply(options: argparse.Namespace) -> None:
     """
     root = logging.getLogger()
     root.setLevel(options.log_level)
-    os.environ[FORMAT] = options.log_format  # for the processes that this one starts
+    # For the processes that this one starts.
+    os.environ[FORMAT] = options.log_format
     for existing in root.handlers:
         if isinstance(existing, StderrHandler | journal.JournalHandler):
             _set_format(existing, options.log_format)
@@ -187,21 +184,23 @@ def say_error(text: str) -> None:
     """
     plain = f"{ERROR_PREFIX}{redact(visible(text, newlines=True))}"
     is_json = os.environ.get(FORMAT) == "json"
-    record = log.makeRecord(
-        log.name, logging.ERROR, __file__, 0, f"{ERROR_PREFIX}%s", (text,), None
-    )
-    # by stderr even to the journal, which cannot tell the unit of a record whose process has ended
+    record = _error_record(f"{ERROR_PREFIX}%s", text)
+    # By stderr even to the journal, which cannot tell the unit of a record whose process has ended.
     level = journal.ERROR_LEVEL if journal.is_behind_stderr() else ""
     print(f"{level}{JsonFormatter().format(record) if is_json else plain}", file=sys.stderr)
     for handler in logging.getLogger().handlers:
         if isinstance(handler, logging.FileHandler):
-            handler.handle(log.makeRecord(log.name, logging.ERROR, __file__, 0, text, (), None))
+            handler.handle(_error_record("%s", text))
+
+
+def _error_record(message: str, text: str) -> logging.LogRecord:
+    return log.makeRecord(
+        log.name, logging.ERROR, __file__, lno=0, msg=message, args=(text,), exc_info=None
+    )
 
 
 def error_of(line: str) -> str:
-    """Return the text behind ``error:`` in a line that ``say_error`` printed, empty if it is
-    another line.
-    """
+    """Return the text behind ``error:`` in a line of ``say_error``, else empty."""
     if line.startswith("{"):
         try:
             line = str(json.loads(line).get("message", ""))

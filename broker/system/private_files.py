@@ -1,5 +1,4 @@
-"""Makes files and folders that only this user can read, whatever the umask, and replaces files
-durably.
+"""Makes files that only this user can read, whatever the umask; replaces them durably.
 
 A run's folder holds prompts, logs and weights, and its processes load what is in it. So modes are
 explicit, links of other users are refused, and temporary names cannot be guessed.
@@ -37,8 +36,7 @@ def private_umask() -> Iterator[None]:
 
 
 def private_folder(path: Path) -> Path:
-    """Make a folder that only this user can enter, or take away the permissions of others, and
-    return its path.
+    """Make a folder private, or an existing one, and return its path.
 
     Raises:
         UserError: if it, or the link at its place, belongs to another user, or everyone could write
@@ -58,7 +56,8 @@ def private_folder(path: Path) -> Path:
             )
         if status.st_mode & stat.S_IWOTH:
             raise UserError(
-                f"{path} can be written by every user; check its contents, then run chmod 700 {path}"
+                f"{path} can be written by every user; check its contents, then run chmod 700 "
+                f"{path}"
             )
         if stat.S_IMODE(status.st_mode) != 0o700:
             os.fchmod(folder, 0o700)
@@ -125,8 +124,7 @@ def open_private(path: Path, flags: int) -> int:
 
 
 def private_write(path: Path, data: bytes | memoryview) -> None:
-    """Replace a file: a reader, or a crash at any moment, sees all of the old content or all of the
-    new.
+    """Replace a file: readers and crashes see all of the old content or all of the new.
 
     Raises:
         OSError: if it cannot be written; the old file stays.
@@ -137,8 +135,7 @@ def private_write(path: Path, data: bytes | memoryview) -> None:
 
 @contextmanager
 def draft_of(path: Path) -> Iterator[Path]:
-    """Yield an empty private file next to ``path``, to be filled; it replaces ``path`` when the
-    block ends.
+    """Yield an empty private file next to ``path``, which it replaces when the block ends.
 
     If the block raises, the draft is removed.
 
@@ -151,7 +148,8 @@ def draft_of(path: Path) -> Iterator[Path]:
     )
     try:
         yield draft
-        draft.chmod(0o600)  # a library may have put a file of its own there
+        # A library may have put a file of its own there.
+        draft.chmod(0o600)
         sync(draft)
         replace(draft, path)
     finally:
@@ -159,9 +157,7 @@ def draft_of(path: Path) -> Iterator[Path]:
 
 
 def replace(source: Path, target: Path) -> None:
-    """Rename a file or a folder within one folder, over an existing one, so that a power loss does
-    not undo it.
-    """
+    """Rename within one folder, over an existing file or folder, and survive a power loss."""
     os.replace(source, target)
     sync(target.parent)
 

@@ -23,7 +23,7 @@ def this_machine() -> str:
         return ""
 
 
-def _started(pid: int) -> str | None:
+def _start_time(pid: int) -> str | None:
     """Return a living process's start in clock ticks since boot; None if there is no such process
     or it is a zombie.
     """
@@ -44,18 +44,16 @@ def this_process() -> str:
 def identity_of(pid: int) -> str:
     """Return the identity of a process of this machine; empty if the system does not provide it."""
     machine = this_machine()
-    return f"{machine}/{pid}/{_started(pid)}" if machine else ""
+    return f"{machine}/{pid}/{_start_time(pid)}" if machine else ""
 
 
 def has_ended(identity: str) -> bool:
-    """Return whether a process is known to have ended; False for another machine, boot or
-    container.
-    """
+    """Return whether a process has ended; False if it ran elsewhere: unknown."""
     parts = identity.rsplit("/", 2)
     if len(parts) != 3 or not parts[1].isdecimal():
         return False
     machine, pid, start_time = parts
-    return bool(machine) and machine == this_machine() and _started(int(pid)) != start_time
+    return bool(machine) and machine == this_machine() and _start_time(int(pid)) != start_time
 
 
 def is_elsewhere(identity: str) -> bool:

@@ -24,12 +24,12 @@ class RecentWarning(logging.Handler):
             text = f"{at} {record.levelname} {' '.join(record.getMessage().split())}"
             # a lone surrogate has no encoding
             self._newest = record.created, text.encode("utf-8", "replace").decode()[:MAX_CHARS]
-        except Exception:  # noqa: BLE001 - arguments that do not fit their format: what every logging handler does
+        # Arguments may not fit their format; every logging handler reports that and goes on.
+        except Exception:  # noqa: BLE001
             self.handleError(record)
 
     def line(self, now: float) -> str:
-        """Return the newest with its time, at most 300 characters; empty without one of the last 10
-        minutes.
+        """Return the newest with its time, 300 characters; empty without one in 10 minutes.
 
         Args:
             now: unix seconds.

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from typing import Final
 
 HIDDEN: Final = "***"
-MIN_VALUE_CHARS: Final = 8  # shorter values of variables occur in ordinary words
+# Shorter values of variables occur in ordinary words.
+MIN_VALUE_CHARS: Final = 8
 
 _NAMES: Final = (
     r"(?:[a-z0-9_-]*[_-])?"
@@ -31,10 +32,11 @@ _FORMATS: Final = re.compile(
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{16}\b"  # AWS
     r"|\bxox[abprs]-[A-Za-z0-9-]{10,}"  # Slack
     r"|\beyJ[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}\.[A-Za-z0-9_-]{10,}"  # JWT
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:(?!-----END)[\s\S]){0,8192}(?:-----END [A-Z ]*PRIVATE KEY-----)?"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:(?!-----END)[\s\S]){0,8192}"
+    r"(?:-----END [A-Z ]*PRIVATE KEY-----)?"
 )
 _LOGIN: Final = re.compile(r"(\b[A-Za-z][A-Za-z0-9+.-]{0,20}://)[^\s/@'\"]{1,512}@")
-_NAMED: Final = re.compile(
+_ASSIGNMENTS: Final = re.compile(
     rf"(?i)(\b{_NAMES}[\"']?\s{{0,2}}=\s{{0,2}}[\"']?)(?!\*\*\*)[^\s\"',;&)}}\]]+"  # api_key=value
     # "api_key": "value"
     rf"|(\b(?:{_NAMES}|token)[\"']?\s{{0,2}}:\s{{0,2}}[\"'])(?!\*\*\*)[^\"'\n]+"
@@ -44,20 +46,19 @@ _NAMED: Final = re.compile(
 
 
 def is_secret_name(name: str) -> bool:
-    """Return whether a setting or an environment variable of this name holds a secret: ``api_key``,
-    ``HF_TOKEN``.
-    """
+    """Return whether a name is that of a secret, such as ``api_key`` or ``HF_TOKEN``."""
     return _NAME.match(name) is not None
 
 
 def redact(text: str, environ: Mapping[str, str] = os.environ) -> str:
     """Return the text with ``***`` for every secret that is recognized."""
     values = {value.strip() for name, value in environ.items() if _holds_secret(name, value)}
-    for value in sorted(values, key=len, reverse=True):  # one may be part of another
+    # One may be part of another.
+    for value in sorted(values, key=len, reverse=True):
         text = text.replace(value, HIDDEN)
     text = _FORMATS.sub(HIDDEN, text)
     text = _LOGIN.sub(rf"\1{HIDDEN}@", text)
-    return _NAMED.sub(lambda found: f"{next(filter(None, found.groups()))}{HIDDEN}", text)
+    return _ASSIGNMENTS.sub(lambda match: f"{next(filter(None, match.groups()))}{HIDDEN}", text)
 
 
 def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:

@@ -19,18 +19,16 @@ def visible(text: str, *, newlines: bool = False) -> str:
 
     Line feeds and tabs stay if ``newlines``; else they become ``\x0a`` and ``\x09``.
     """
-    return (_HIDDEN_IN_LINES if newlines else _HIDDEN).sub(_escaped, text)
+    return (_HIDDEN_IN_LINES if newlines else _HIDDEN).sub(_escape_character, text)
 
 
 def visible_json(value: Any) -> str:
-    """Return a value as one line of JSON that has no control characters; other non-ASCII characters
-    stay.
-    """
+    """Return a value as one line of JSON without control characters; keeps non-ASCII ones."""
     return _HIDDEN.sub(
-        lambda found: f"\\u{ord(found[0]):04x}", json.dumps(value, ensure_ascii=False)
+        lambda match: f"\\u{ord(match[0]):04x}", json.dumps(value, ensure_ascii=False)
     )
 
 
-def _escaped(match: re.Match[str]) -> str:
+def _escape_character(match: re.Match[str]) -> str:
     code = ord(match[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -159,7 +159,7 @@ def _read_result(
         if session.failure:
             raise EpisodeFailed("generate", session.failure)
         if session.refusal == "length":
-            limit = session.served.max_context_tokens
+            limit = session.served_model.max_context_tokens
             raise EpisodeFailed(
                 "fatal", f"the agent's first prompt exceeds max_context_tokens, which is {limit}"
             )

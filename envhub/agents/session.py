@@ -81,7 +81,7 @@ class AgentSession:
         closing, stops = _find_ends(context.tokenizer)
         self._stop_token_ids = stops
         self.record = EpisodeRecord(context.tokenizer, closing, stops)
-        self.served = ServedModel(
+        self.served_model = ServedModel(
             task.policy,
             context.tokenizer.name,
             self._section.max_context_tokens,
@@ -90,7 +90,7 @@ class AgentSession:
             any_model=True,
             top_logprobs=True,
         )
-        self.kept = AnswerStore()
+        self.answer_store = AnswerStore()
         self.refusal: wire.EpisodeEnd | None = None
         self.is_cut = False
         self.failure = ""
@@ -252,7 +252,7 @@ class AgentSession:
             self._newest_version = max(self._newest_version, *versions)
             self._on_tokens(min(versions))
         if listener is not None:
-            listener.told(
+            listener.on_tokens(
                 TokenEvent(
                     sampled.token_ids.tolist(),
                     sampled.logprobs.tolist(),

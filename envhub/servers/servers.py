@@ -42,9 +42,9 @@ class ServerRoster:
         self._rng = rng
         self._size = size
         self._entries_roster = Roster(
-            bus, beats=("learner",), members=("rollout",), told=self._hear_member
+            bus, beats=("learner",), members=("rollout",), on_change=self._hear_member
         )
-        self._beats_roster = Roster(bus, beats=(), told=self._hear_beat)
+        self._beats_roster = Roster(bus, beats=(), on_change=self._hear_beat)
         self.clock = AwakeClock()
         self._samples: dict[str, ServerSample] = {}  # by policy
         self._policies: dict[str, str] = {}  # of every server that exists

@@ -250,7 +250,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         lambda: process.main(
             "learner",
             lambda stop: process.unless_stopped(stop, distribute(options)),
-            stopped=EXIT_STOPPED,
+            stopped_code=EXIT_STOPPED,
         )
     )
 

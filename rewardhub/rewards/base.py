@@ -10,7 +10,8 @@ import msgspec
 
 from broker.settings.config import Section
 
-Value = float | dict[str, float]  # a number, or the number of each part; parts add up to the reward
+# A number, or the number of each part; parts add up to the reward.
+Value = float | dict[str, float]
 
 
 class Scored(msgspec.Struct, frozen=True):
@@ -38,8 +39,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RewardProtocol(Protocol):
-    """A reward of the registry. Each worker process has one instance, which scores one sample at a
-    time.
+    """A reward of the registry. Each worker process has one instance and scores one sample at once.
 
     A class of the registry with ``concurrent = True`` runs in a separate process (on each GPU with
     ``on_gpu = True``) and scores many samples at once: ``score`` is a coroutine, and ``Args`` has
@@ -53,8 +53,7 @@ class RewardProtocol(Protocol):
     def __init__(self, args: Section) -> None: ...
 
     def score(self, sample: Sample) -> Value | Scored | Awaitable[Value | Scored]:
-        """Return the reward; may be a coroutine. The process is killed if it takes longer than
-        ``rewardhub.timeout_s``.
+        """Return the reward; may be a coroutine. ``rewardhub.timeout_s`` ends the process.
 
         Raises:
             ResponseFault: if the response is at fault; any other exception is the reward's own
@@ -102,7 +101,7 @@ def check_scored(value: object) -> Scored:
     """
     if isinstance(value, Scored):
         return Scored(
-            check_value(value.value), _numbers(value.notes, "note") if value.notes else {}
+            check_value(value.value), _check_numbers(value.notes, "note") if value.notes else {}
         )
     return Scored(check_value(value))
 
@@ -124,36 +123,38 @@ def check_value(value: object) -> Value:
             numbers.
     """
     if isinstance(value, Mapping):
-        return _numbers(value, "part")
-    return _number(value, "the reward")
+        return _check_numbers(value, "part")
+    return _check_number(value, "the reward")
 
 
-def _numbers(value: Mapping[Any, object], noun: str) -> dict[str, float]:
+def _check_numbers(value: Mapping[Any, object], noun: str) -> dict[str, float]:
     if not value or not all(isinstance(name, str) and name for name in value):
         raise InvalidScoreError(
-            f"a reward of {noun}s needs a name for each {noun}, got {_show(value)}"
+            f"a reward of {noun}s needs a name for each {noun}, got {_format_value(value)}"
         )
     if len(value) > MAX_PARTS or any(
         len(name) > NAME_CHARS or not name.isprintable() for name in value
     ):
-        reason = f"a reward has at most {MAX_PARTS} {noun}s with printable names of at most {NAME_CHARS} characters"
-        raise InvalidScoreError(reason)
-    return {name: _number(part, f"{noun} {name!r}") for name, part in value.items()}
+        raise InvalidScoreError(
+            f"a reward has at most {MAX_PARTS} {noun}s with printable names of at most "
+            f"{NAME_CHARS} characters"
+        )
+    return {name: _check_number(part, f"{noun} {name!r}") for name, part in value.items()}
 
 
-def _number(value: object, noun: str) -> float:
+def _check_number(value: object, noun: str) -> float:
     # Scalars of numpy and torch are numbers; strings are not, although float() parses them.
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise InvalidScoreError(f"{noun} must be a number, got {_show(value)}")
+        raise InvalidScoreError(f"{noun} must be a number, got {_format_value(value)}")
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise InvalidScoreError(f"{noun} must be a number, got {_show(value)}") from None
+        raise InvalidScoreError(f"{noun} must be a number, got {_format_value(value)}") from None
     if not math.isfinite(number):
         raise InvalidScoreError(f"{noun} must be finite, got {number}")
     return number
 
 
-def _show(value: object) -> str:
+def _format_value(value: object) -> str:
     text = " ".join(repr(value).split())
     return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"

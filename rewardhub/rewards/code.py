@@ -1,7 +1,7 @@
 """Runs the program in the last fenced block of a response against tests, in a sandbox.
 
     rewards: [{name: code, args: {timeout_s: 20, cpu_s: 4}}]
-    python -m rewardhub.rewards.code train.jsonl --tests tests      # are the tests of all rows well formed?
+    python -m rewardhub.rewards.code train.jsonl --tests tests  # are all rows' tests well formed?
 
 ``rewardhub.rewards.code_tests`` describes the forms of tests; asserts and test files take a second
 process. ``timeout_s`` must be below ``rewardhub.timeout_s``, because the hub treats a late score as
@@ -35,7 +35,8 @@ from rlearner_sandbox.command import SandboxLimits
 log = logging.getLogger(__name__)
 
 FENCE: Final = "```"
-LONGEST_RESPONSE: Final = 1 << 20  # characters that are searched, from the end
+# Characters that are searched, from the end.
+LONGEST_RESPONSE: Final = 1 << 20
 OUTCOMES: Final = ("compiled", "timeout", "memory", "crashed")
 
 
@@ -76,13 +77,18 @@ class CodeReward:
     def __init__(self, args: CodeArgs) -> None:
         self._args = args
         limits = SandboxLimits(
-            wall_s=args.timeout_s, cpu_s=args.cpu_s, memory_mib=args.memory_mib, processes=args.processes,
+            wall_s=args.timeout_s,
+            cpu_s=args.cpu_s,
+            memory_mib=args.memory_mib,
+            processes=args.processes,
             open_files=args.open_files,
-            output_kib=args.output_kib, file_mib=args.file_mib,
-        )  # fmt: skip
+            output_kib=args.output_kib,
+            file_mib=args.file_mib,
+        )
         if args.sandbox == "none":
             log.warning(
-                "UNSAFE: sandbox is none, so programs that the policy writes run unprotected on this machine"
+                "UNSAFE: sandbox is none, so programs that the policy writes run unprotected on "
+                "this machine"
             )
         self._sandbox = Sandbox(limits, args.sandbox, args.packages)
         self._last: tuple[str | None, StdioTests | FunctionCallTests | StatementTests] = (
@@ -98,12 +104,14 @@ class CodeReward:
                 domain and task.
             SandboxFailed: if the sandbox did not work this time.
         """
-        if sample.reference != self._last[0]:  # the episodes of a group share their reference
+        # The episodes of a group share their reference.
+        if sample.reference != self._last[0]:
             try:
                 self._last = (sample.reference, parse(sample.reference))
             except InvalidTestsError as error:
-                reason = f"domain {sample.domain!r}, task {sample.task_index}, its tests: {error}"
-                raise InvalidScoreError(reason) from None
+                raise InvalidScoreError(
+                    f"domain {sample.domain!r}, task {sample.task_index}, its tests: {error}"
+                ) from None
         program = last_block(visible_text(sample.response, self._args.thinking))
         if program is None:
             return self._scored(0.0, [])
@@ -121,10 +129,10 @@ class CodeReward:
         """Run all tests of functions with one process of the program."""
         if isinstance(tests, StatementTests):
             end = self._sandbox.run(
-                program, mode="asserts", tests=ProgramChecks(tests.first, tests.each)
+                program, mode="asserts", tests=ProgramChecks(tests.first, tests.cases)
             )
-            return sum(index in end.answers for index in range(len(tests.each))) / len(
-                tests.each
+            return sum(index in end.answers for index in range(len(tests.cases))) / len(
+                tests.cases
             ), [end]
         end = self._sandbox.run(
             program, mode="calls", tests=ProgramChecks(tests.function, tests.arguments)

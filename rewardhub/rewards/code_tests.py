@@ -1,15 +1,17 @@
 """Parses the reference of the reward ``code``: tests in one of these forms.
 
-| form | the reference is |
-|---|---|
-| asserts | a JSON list of Python statements: ``["assert add(1, 2) == 3", "assert add(0, 0) == 0"]`` |
-| pairs | ``{"inputs": [...], "outputs": [...]}``, the texts for stdin and the expected stdout, each a text or a list of lines; or a JSON list of ``{"input": ..., "output": ...}`` |
-| calls | ``{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}``: arguments and result of a function, or of a method of ``class Solution`` |
-| test file | Python source. Each function ``test_*`` and each method ``test*`` of its classes ``Test*`` and of unittest's is a test; a file without any is one test, and must run something. The program's names are predefined, and ``import solution`` works. |
+- asserts: a JSON list of Python statements: ``["assert add(1, 2) == 3", "assert add(0, 0) == 0"]``.
+- pairs: ``{"inputs": [...], "outputs": [...]}``, the texts for stdin and the expected stdout, each
+  a text or a list of lines; or a JSON list of ``{"input": ..., "output": ...}``.
+- calls: ``{"fn_name": "add", "inputs": [[1, 2]], "outputs": [3]}``: arguments and result of a
+  function, or of a method of ``class Solution``.
+- test file: Python source. Each function ``test_*`` and each method ``test*`` of its classes
+  ``Test*`` and of unittest's is a test; a file without any is one test, and must run something. The
+  program's names are predefined, and ``import solution`` works.
 
-No form runs a test in the program's process. Asserts and test files run in a second sandbox, where the program's
-functions, classes and objects are proxies (see docs/rewards.md); names that tests bind, Python's builtins and the
-modules of its library are never the program's.
+No form runs a test in the program's process. Asserts and test files run in a second sandbox, where
+the program's functions, classes and objects are proxies (see docs/rewards.md); names that tests
+bind, Python's builtins and the modules of its library are never the program's.
 """
 
 from __future__ import annotations
@@ -47,12 +49,10 @@ class FunctionCallTests:
 
 @dataclass(frozen=True)
 class StatementTests:
-    """Python statements that raise if the program is wrong, executed in another process; ``first``
-    runs before them.
-    """
+    """Python statements that raise if the program is wrong; ``first`` runs before them."""
 
     first: str
-    each: tuple[str, ...]
+    cases: tuple[str, ...]
 
 
 Tests = StdioTests | FunctionCallTests | StatementTests
@@ -68,29 +68,29 @@ def parse(reference: str) -> Tests:
     if not text:
         raise InvalidTestsError("there are no tests")
     if text[0] not in "[{":
-        return _checked(_file(text))
+        return _check_tests(_parse_file(text))
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise InvalidTestsError(f"not JSON: {error}") from None
-    tests = _mapping(value) if isinstance(value, dict) else _list(value)
+    tests = _parse_mapping(value) if isinstance(value, dict) else _parse_list(value)
     if isinstance(tests, StatementTests):
-        size = len(tests.each)
+        size = len(tests.cases)
     else:
         size = len(tests.inputs if isinstance(tests, StdioTests) else tests.arguments)
     if not 1 <= size <= MAX_TESTS:
         raise InvalidTestsError(f"{size} tests; between 1 and {MAX_TESTS} are allowed")
-    return _checked(tests)
+    return _check_tests(tests)
 
 
-def _checked(tests: Tests) -> Tests:
+def _check_tests(tests: Tests) -> Tests:
     """Return the same tests.
 
     Raises:
         InvalidTestsError: if any program would pass them, or could tamper with them.
     """
     if isinstance(tests, StatementTests):
-        names = names_of((tests.first, *tests.each))
+        names = names_of((tests.first, *tests.cases))
         if names.unsafe:
             raise InvalidTestsError(
                 f"they use {names.unsafe[0]}, so a program's results would run inside its tests"
@@ -98,20 +98,22 @@ def _checked(tests: Tests) -> Tests:
         if (
             not names.program
             and not names.imports
-            and MODULE not in tests.first + "".join(tests.each)
+            and MODULE not in tests.first + "".join(tests.cases)
         ):
-            reason = "they use no name of the program; builtins and modules of Python's library are never the program's"
-            raise InvalidTestsError(reason)
+            raise InvalidTestsError(
+                "they use no name of the program; builtins and modules of Python's library "
+                "are never the program's"
+            )
     return tests
 
 
-def _list(value: list[Any]) -> StdioTests | StatementTests:
+def _parse_list(value: list[Any]) -> StdioTests | StatementTests:
     if all(isinstance(item, str) for item in value):
         for number, text in enumerate(value, start=1):
-            _python(text, f"test {number}")
+            _parse_python(text, f"test {number}")
         return StatementTests("", tuple(value))
     if all(isinstance(item, dict) and "input" in item and "output" in item for item in value):
-        return _mapping(
+        return _parse_mapping(
             {
                 "inputs": [item["input"] for item in value],
                 "outputs": [item["output"] for item in value],
@@ -120,17 +122,19 @@ def _list(value: list[Any]) -> StdioTests | StatementTests:
     raise InvalidTestsError("a list must hold either statements or mappings with input and output")
 
 
-def _mapping(value: dict[str, Any]) -> StdioTests | FunctionCallTests:
+def _parse_mapping(value: dict[str, Any]) -> StdioTests | FunctionCallTests:
     inputs = value.get("inputs")
     outputs = value.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list):
-        reason = f"a mapping needs the lists inputs and outputs; it has {', '.join(sorted(value)) or 'nothing'}"
-        raise InvalidTestsError(reason)
+        raise InvalidTestsError(
+            "a mapping needs the lists inputs and outputs; it has "
+            f"{', '.join(sorted(value)) or 'nothing'}"
+        )
     if len(inputs) != len(outputs):
         raise InvalidTestsError(f"{len(inputs)} inputs, but {len(outputs)} outputs")
     name = value.get("fn_name")
     if name is None:
-        return StdioTests(tuple(map(_stream, inputs)), tuple(map(_stream, outputs)))
+        return StdioTests(tuple(map(_stream_text, inputs)), tuple(map(_stream_text, outputs)))
     if not isinstance(name, str) or not name.isidentifier():
         raise InvalidTestsError(f"fn_name {name!r} is not a function name")
     for item in inputs:
@@ -141,7 +145,7 @@ def _mapping(value: dict[str, Any]) -> StdioTests | FunctionCallTests:
     return FunctionCallTests(name, tuple(map(json.dumps, inputs)), tuple(outputs))
 
 
-def _stream(value: object) -> str:
+def _stream_text(value: object) -> str:
     if isinstance(value, list) and all(isinstance(line, str) for line in value):
         return "\n".join(value)
     if not isinstance(value, str):
@@ -151,15 +155,15 @@ def _stream(value: object) -> str:
     return value
 
 
-def _python(text: str, noun: str) -> ast.Module:
+def _parse_python(text: str, noun: str) -> ast.Module:
     try:
         return ast.parse(text)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise InvalidTestsError(f"{noun} is not valid Python: {error}: {text!r:.80}") from None
 
 
-def _file(text: str) -> StatementTests:
-    body = _python(text, "the test file").body
+def _parse_file(text: str) -> StatementTests:
+    body = _parse_python(text, "the test file").body
     classes = {node.name: node for node in body if isinstance(node, ast.ClassDef)}
     tests: list[str] = []
     for node in body:
@@ -175,14 +179,14 @@ def _file(text: str) -> StatementTests:
         elif isinstance(node, ast.ClassDef):
             is_case = any(
                 "TestCase" in ast.unparse(base)
-                for ancestor in _lineage(node, classes)
+                for ancestor in _class_lineage(node, classes)
                 for base in ancestor.bases
             )
             if is_case or node.name.startswith("Test"):
                 form = _UNITTEST if is_case else _PLAIN
                 tests += [
                     form.format(name=node.name, method=method)
-                    for method in _methods(_lineage(node, classes))
+                    for method in _test_methods(_class_lineage(node, classes))
                 ]
     if tests:
         return StatementTests(text, tuple(tests))
@@ -193,7 +197,7 @@ def _file(text: str) -> StatementTests:
     return StatementTests("", (text,))
 
 
-def _lineage(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
+def _class_lineage(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[ast.ClassDef]:
     """Return a class and its base classes in the same file."""
     lineage = [node]
     for class_node in lineage:
@@ -204,7 +208,7 @@ def _lineage(node: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[ast.C
     return lineage
 
 
-def _methods(lineage: list[ast.ClassDef]) -> list[str]:
+def _test_methods(lineage: list[ast.ClassDef]) -> list[str]:
     methods = [
         statement
         for node in lineage
@@ -249,8 +253,10 @@ _SILENT: Final = (
 )
 # One test each; a skipped test counts as failed.
 _UNITTEST: Final = (
-    "import unittest\n_outcome = unittest.TestResult()\nunittest.TestSuite([{name}({method!r})]).run(_outcome)\n"
-    "assert _outcome.testsRun == 1 and _outcome.wasSuccessful() and not _outcome.skipped, _outcome.errors + "
+    "import unittest\n_outcome = "
+    "unittest.TestResult()\nunittest.TestSuite([{name}({method!r})]).run(_outcome)\n"
+    "assert _outcome.testsRun == 1 and _outcome.wasSuccessful() and not _outcome.skipped, "
+    "_outcome.errors + "
     "_outcome.failures"
 )
 _PLAIN: Final = (

@@ -1,6 +1,7 @@
 """Checks whether a response matches a regular expression.
 
-    rewards: [{name: format, weight: 0.1, args: {pattern: "<think>.*</think>\\s*<answer>.*</answer>"}}]
+    rewards:
+      - {name: format, weight: 0.1, args: {pattern: "<think>.*</think>\\s*<answer>.*</answer>"}}
 
 A response on which matching takes longer than ``cpu_s`` does not match, with a note; it never voids
 its group.
@@ -20,7 +21,7 @@ from rewardhub.rewards.base import ResponseFault, Sample
 MEMORY_MIB: Final = 512  # of the process that matches
 
 
-def _pattern(value: str) -> str:
+def _check_pattern(value: str) -> str:
     try:
         re.compile(value)
     except re.error as error:
@@ -34,7 +35,7 @@ class FormatArgs(Section):
     harmless = ("pattern", "where", "correct", "wrong", "cpu_s")
 
     # in the syntax of Python's re; a dot also matches line ends
-    pattern: Annotated[str, AfterValidator(_pattern)]
+    pattern: Annotated[str, AfterValidator(_check_pattern)]
     where: Literal["all", "start", "anywhere"] = "all"  # what must match in the stripped response
     correct: float = 1.0  # reward of a response that matches
     wrong: float = 0.0  # reward of any other
@@ -42,9 +43,7 @@ class FormatArgs(Section):
 
 
 class FormatReward:
-    """Reward: ``correct`` if the response matches, else ``wrong``; note ``too_costly`` beyond
-    ``cpu_s``.
-    """
+    """``correct`` if the response matches, else ``wrong``; note ``too_costly`` beyond ``cpu_s``."""
 
     Args = FormatArgs
 

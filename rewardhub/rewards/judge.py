@@ -49,9 +49,12 @@ TEMPLATE: Final = """Judge how well the response answers the question.
 [Response]
 {response}
 
-Say in a sentence or two what is right and wrong about it. End with a line `Score: N`, where N is a \
-number from {low} to {high}."""
-AGAIN: Final = "That holds no line `Score: N` with a number N from {low} to {high}. Answer with that line alone."
+Say in a sentence or two what is right and wrong about it. End with a line `Score: N`, where N is \
+a number from {low} to {high}."""
+REPEATED_REQUEST: Final = (
+    "That holds no line `Score: N` with a number N from {low} to {high}. Answer with "
+    "that line alone."
+)
 SLOTS: Final = re.compile(r"\{(prompt|response|reference|low|high)\}")
 NUMBER: Final = r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)"
 
@@ -64,7 +67,7 @@ def _has_response(value: str) -> str:
     return value
 
 
-def _pattern(value: str) -> str:
+def _check_pattern(value: str) -> str:
     try:
         groups = re.compile(value).groups
     except re.error as error:
@@ -90,7 +93,7 @@ class JudgeArgs(Section):
     system_prompt: str = ""
     template: Annotated[str, AfterValidator(_has_response)] = TEMPLATE
     # the last match counts; its group is the number
-    score_pattern: Annotated[str, AfterValidator(_pattern)] = NUMBER
+    score_pattern: Annotated[str, AfterValidator(_check_pattern)] = NUMBER
     low: float = 0.0
     high: float = 10.0
     asks_again: NonNegativeInt = 2  # if the answer holds no score, or one out of range
@@ -145,8 +148,7 @@ class JudgeReward:
         self._model = args.model or ""
 
     async def start(self) -> None:
-        """Check the API key, choose the model, and open the connections. The endpoint need not be
-        reachable yet.
+        """Check the API key, choose the model, open connections; the endpoint may be down.
 
         Raises:
             UserError: if the key is missing or the endpoint rejects it, or serves several models
@@ -167,9 +169,10 @@ class JudgeReward:
         except EndpointError as error:
             if error.status in (401, 403):
                 raise UserError(self._refused(error)) from None
-            listed = None  # not every endpoint lists its models
+            # Not every endpoint lists its models.
+            listed = None
         except RuntimeError as error:
-            log.warning("judge: %s; trying again at the first response", _clean(error))
+            log.warning("judge: %s; trying again at the first response", _clean_text(error))
             listed = [{"id": args.model}] if args.model else [{"id": ""}]
         finally:
             await first.close()
@@ -180,7 +183,8 @@ class JudgeReward:
         )
         if not self._model and len(names) != 1:
             raise UserError(
-                f"{args.base_url} serves {', '.join(names) or 'no model that it lists'}; set args.model"
+                f"{args.base_url} serves {', '.join(names) or 'no model that it lists'}; set "
+                "args.model"
             )
         self._model = self._model or names[0]
         tries = args.retries
@@ -208,7 +212,7 @@ class JudgeReward:
             raise NoScore(f"domain {sample.domain!r}, task {sample.task_index}: {error}") from None
         except RuntimeError as error:
             raise RuntimeError(
-                f"domain {sample.domain!r}, task {sample.task_index}: {_clean(error)}"
+                f"domain {sample.domain!r}, task {sample.task_index}: {_clean_text(error)}"
             ) from None
         args = self._args
         paid = (0, 0) if cached else (verdict.tokens_in, verdict.tokens_out)
@@ -224,7 +228,7 @@ class JudgeReward:
 
     def _remember(self, key: str, task: asyncio.Task[JudgeVerdict]) -> None:
         self._known[key] = task
-        task.add_done_callback(lambda done: self._forget(key, done))
+        task.add_done_callback(lambda task: self._forget(key, task))
 
     def _forget(self, key: str, finished: asyncio.Task[JudgeVerdict]) -> None:
         """Drop an answer that failed, and the oldest ones beyond the cache's size."""
@@ -244,7 +248,7 @@ class JudgeReward:
             "high": f"{args.high:g}",
         }
         # One substitution: slots in the policy's text are never replaced.
-        question = SLOTS.sub(lambda found: slots[found[1]], args.template)
+        question = SLOTS.sub(lambda slot: slots[slot[1]], args.template)
         system = [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
         return [*system, {"role": "user", "content": question}], truncated
 
@@ -269,18 +273,21 @@ class JudgeReward:
                 reply = await self._endpoint.post("/chat/completions", self._body(messages))
             except EndpointError as error:
                 raise NoScore(self._refused(error)) from None
-            answer = _content(reply)
+            answer = _reply_text(reply)
             for index, field in enumerate(("prompt_tokens", "completion_tokens")):
-                tokens[index] += _count(reply.get("usage"), field)
+                tokens[index] += _token_count(reply.get("usage"), field)
             if (score := self._score(answer)) is not None:
                 return JudgeVerdict(score, tokens[0], tokens[1], number)
-            repetition = SLOTS.sub(lambda slot: f"{getattr(args, slot[1]):g}", AGAIN)
+            repetition = SLOTS.sub(lambda slot: f"{getattr(args, slot[1]):g}", REPEATED_REQUEST)
             messages += [
                 {"role": "assistant", "content": answer},
                 {"role": "user", "content": repetition},
             ]
         excerpt = " ".join(answer.split())[-120:]
-        reason = f"the judge gave no score from {args.low:g} to {args.high:g} in {args.asks_again + 1} answers"
+        reason = (
+            f"the judge gave no score from {args.low:g} to {args.high:g} in "
+            f"{args.asks_again + 1} answers"
+        )
         raise NoScore(f"{reason}; the last ends {excerpt!r}")
 
     def _body(self, messages: list[dict[str, str]]) -> dict[str, Any]:
@@ -301,7 +308,7 @@ class JudgeReward:
         return number if self._args.low <= number <= self._args.high else None
 
     def _refused(self, error: Exception) -> str:
-        problem = f"{self._args.base_url}: {_clean(error)}"
+        problem = f"{self._args.base_url}: {_clean_text(error)}"
         status = getattr(error, "status", 0)
         return (
             f"{problem}; its key is taken from {self._args.api_key}"
@@ -310,11 +317,11 @@ class JudgeReward:
         )
 
 
-def _clean(error: Exception) -> str:
+def _clean_text(error: Exception) -> str:
     return " ".join(str(error).split()) or type(error).__name__
 
 
-def _content(reply: dict[str, Any]) -> str:
+def _reply_text(reply: dict[str, Any]) -> str:
     """Return the text of the first choice, or an empty one."""
     try:
         content = reply["choices"][0]["message"]["content"]
@@ -323,6 +330,6 @@ def _content(reply: dict[str, Any]) -> str:
     return content if isinstance(content, str) else ""
 
 
-def _count(usage: Any, field: str) -> int:
+def _token_count(usage: Any, field: str) -> int:
     count = usage.get(field) if isinstance(usage, dict) else None
     return count if isinstance(count, int) and count >= 0 else 0

@@ -27,7 +27,8 @@ class LengthArgs(Section):
     def _fits(self) -> Self:
         if self.cache_tokens > self.max_tokens:
             raise ValueError(
-                f"expected cache_tokens up to max_tokens ({self.max_tokens}), got {self.cache_tokens}"
+                f"expected cache_tokens up to max_tokens ({self.max_tokens}), got "
+                f"{self.cache_tokens}"
             )
         return self
 

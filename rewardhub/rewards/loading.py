@@ -45,7 +45,7 @@ def load(name: str, args: Mapping[str, Any], key: str = "rewards") -> Score:
         ConfigError: as in ``check``.
         UserError: if a secret that the arguments of a function name is missing.
     """
-    reward_class = _resolve(name, key)
+    reward_class = _resolve_reward(name, key)
     if inspect.isclass(reward_class):
         make: Any = reward_class
         score: Score = make(_class_args(reward_class, name, args, key)).score
@@ -62,7 +62,7 @@ def check(name: str, args: Mapping[str, Any], key: str = "rewards") -> Any:
         ConfigError: for an unknown name (lists the known ones), a missing module, file or function,
             or bad arguments.
     """
-    reward_class = _resolve(name, key)
+    reward_class = _resolve_reward(name, key)
     if not inspect.isclass(reward_class):
         _check_call(reward_class, args, key)
         return None
@@ -76,13 +76,12 @@ def check(name: str, args: Mapping[str, Any], key: str = "rewards") -> Any:
 
 
 def variables_of(reward: RewardConfig) -> set[str]:
-    """Return the environment variables that a reward refers to as secrets, those of its defaults
-    included.
+    """Return the environment variables that a reward or its defaults refer to as secrets.
 
     Raises:
         ConfigError: as in ``check``.
     """
-    reward_class = _resolve(reward.name, "rewards")
+    reward_class = _resolve_reward(reward.name, "rewards")
     return variables(
         _class_args(reward_class, reward.name, reward.args, "rewards")
         if inspect.isclass(reward_class)
@@ -91,15 +90,14 @@ def variables_of(reward: RewardConfig) -> set[str]:
 
 
 def concurrency_of(reward: RewardConfig) -> ConcurrencySettings | None:
-    """Return how to run a reward that scores many samples at once, None for others, such as a
-    user's own.
+    """Return how to run a reward that scores many samples at once; None for others.
 
     Raises:
         ConfigError: as in ``check``.
     """
     if reward.name not in REWARDS:
         return None
-    reward_class = _resolve(reward.name, "rewards")
+    reward_class = _resolve_reward(reward.name, "rewards")
     if not getattr(reward_class, "concurrent", False):
         return None
     args = _class_args(reward_class, reward.name, reward.args, "rewards")
@@ -108,16 +106,18 @@ def concurrency_of(reward: RewardConfig) -> ConcurrencySettings | None:
     )
 
 
-def _resolve(name: str, key: str) -> Any:
+def _resolve_reward(name: str, key: str) -> Any:
     try:
         reward_class = resolve("rewards", name, REWARDS)
     except ConfigError as error:
         raise ConfigError(f"{key}.name", name, error.allowed) from None
     if not callable(reward_class):
-        allowed = (
-            f"expected a function or a class, found an object of type {type(reward_class).__name__}"
+        raise ConfigError(
+            f"{key}.name",
+            name,
+            "expected a function or a class, found an object of type "
+            f"{type(reward_class).__name__}",
         )
-        raise ConfigError(f"{key}.name", name, allowed)
     if inspect.isclass(reward_class):
         check_method(f"{key}.name", name, reward_class, "score", ("sample",))
     return reward_class
@@ -135,11 +135,15 @@ def _class_args(reward_class: Any, name: str, args: Mapping[str, Any], key: str)
 def _check_call(function: Any, args: Mapping[str, Any], key: str) -> None:
     try:
         signature = inspect.signature(function)
-    except ValueError:  # some callables written in C have no signature
+    except ValueError:
+        # Some callables written in C have no signature.
         return
     try:
         signature.bind(None, **args)
     except TypeError as error:
         call_text = f"{getattr(function, '__name__', 'it')}{signature}"
-        allowed = f"{call_text} is called with a sample and these arguments, but {error}"
-        raise ConfigError(f"{key}.args", dict(args), allowed) from None
+        raise ConfigError(
+            f"{key}.args",
+            dict(args),
+            f"{call_text} is called with a sample and these arguments, but {error}",
+        ) from None

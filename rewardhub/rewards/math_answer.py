@@ -22,7 +22,8 @@ from rewardhub.rewards.math_extract import ExtractedAnswer
 from rewardhub.rewards.thinking import Thinking
 
 MEMORY_MIB: Final = 512  # of the bounded process
-REMEMBERED: Final = 1024  # verdicts: the answers of a group are often the same
+# Verdicts: the answers of a group are often the same.
+REMEMBERED: Final = 1024
 
 Kind = Literal["formula", "text"]
 

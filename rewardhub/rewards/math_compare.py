@@ -1,5 +1,4 @@
-"""Compares two answers by their structure, and their expressions by math-verify, in a bounded
-process.
+"""Compares two answers by structure, and expressions by math-verify, in a bounded process.
 
 math-verify's own timeouts are off: they raise in a signal handler, which its libraries swallow and
 C code never sees. See ``rewardhub.bounded``.
@@ -45,12 +44,10 @@ WARM_UP: Final = (
 
 
 class ComparisonRequest(msgspec.Struct, frozen=True):
-    """Request: does ``found`` equal ``gold``? Without ``found``: can ``gold`` be read as
-    mathematics?
-    """
+    """Does ``answer`` equal ``gold``? Without ``answer``: is ``gold`` readable mathematics?"""
 
     gold: ExtractedAnswer
-    found: ExtractedAnswer | None
+    answer: ExtractedAnswer | None
     options: ComparisonOptions
 
 
@@ -76,27 +73,27 @@ def warm_up() -> None:
 
 
 def answer(data: bytes) -> bytes:
-    """Return the verdict on an encoded ``ComparisonRequest``; without ``found``, ``formula`` or
-    ``text``.
+    """Return the verdict on a ``ComparisonRequest``; without answer, ``formula`` or ``text``.
 
     Raises:
         TooCostly: if an answer is too costly, before computing.
     """
     request = _REQUESTS.decode(data)
     try:
-        gold = _gold(request.gold)
+        gold = _read_gold(request.gold)
         comparison = NodeComparison(request.options, gold.text)
-        if request.found is None:
+        if request.answer is None:
             return b"formula" if comparison.is_mathematics(gold) else b"text"
-        return comparison.verdict(gold, node_of(request.found)).encode()
+        return comparison.verdict(gold, node_of(request.answer)).encode()
     except (TooCostly, MemoryError, RecursionError):
         raise
-    except Exception:  # noqa: BLE001 - sympy raises any exception, and an answer must never void its group
-        return b"text" if request.found is None else b"failed"
+    # sympy raises any exception, and an answer must never void its group.
+    except Exception:  # noqa: BLE001
+        return b"text" if request.answer is None else b"failed"
 
 
 @lru_cache(maxsize=64)
-def _gold(gold: ExtractedAnswer) -> Node:
+def _read_gold(gold: ExtractedAnswer) -> Node:
     return node_of(gold, reference=True)
 
 

@@ -33,8 +33,7 @@ def is_costly_text(text: str) -> bool:
 
 
 def is_costly(expression: Any) -> bool:
-    """Return whether evaluating, expanding, simplifying or comparing a sympy expression may take
-    very long.
+    """Return whether evaluating, simplifying or comparing an expression may take very long.
 
     False is not a guarantee, so computing is bounded as well.
     """
@@ -57,27 +56,24 @@ def is_costly(expression: Any) -> bool:
             or within > MAX_FUNCTION_DEPTH
         ):
             return True
-        stack += [(child, depth + 1, within) for child in _children(node)]
-    return _digits(expression) > MAX_DIGITS or _terms(expression) > MAX_TERMS
+        stack += [(child, depth + 1, within) for child in _child_nodes(node)]
+    return _max_digits(expression) > MAX_DIGITS or _num_terms(expression) > MAX_TERMS
 
 
-def _children(node: Any) -> list[Any]:
-    if hasattr(node, "flat"):  # a matrix, whose args are not its elements
+def _child_nodes(node: Any) -> list[Any]:
+    # A matrix, whose args are not its elements.
+    if hasattr(node, "flat"):
         return list(node.flat())
     return list(getattr(node, "args", ()))
 
 
-def _digits(node: Any) -> float:
-    """Return an upper bound of the digits of any number that an evaluation produces; symbols count
-    as small.
-    """
-    return max(0.0, _log10(node), *(_digits(child) for child in _children(node)))
+def _max_digits(node: Any) -> float:
+    """Return an upper bound of the digits of any number in an evaluation; symbols are small."""
+    return max(0.0, _abs_log10(node), *(_max_digits(child) for child in _child_nodes(node)))
 
 
-def _log10(node: Any) -> float:
-    """Return about log10 of the absolute value of the expression, at least 0; infinity if it is too
-    large.
-    """
+def _abs_log10(node: Any) -> float:
+    """Return about log10 of an expression's absolute value, at least 0; infinity if too large."""
     import sympy
 
     if isinstance(node, sympy.Rational):
@@ -88,11 +84,11 @@ def _log10(node: Any) -> float:
             if node.is_finite and abs(float(node)) > 0
             else 0.0
         )
-    children = [_log10(child) for child in _children(node)]
+    children = [_abs_log10(child) for child in _child_nodes(node)]
     if isinstance(node, sympy.Pow):
-        return children[0] * _magnitude(children[1]) if children[0] else 0.0  # not 0 * infinity
+        return children[0] * _from_log10(children[1]) if children[0] else 0.0  # not 0 * infinity
     if isinstance(node, sympy.exp):
-        return 0.44 * _magnitude(children[0])
+        return 0.44 * _from_log10(children[0])
     if isinstance(
         node,
         (
@@ -103,12 +99,12 @@ def _log10(node: Any) -> float:
             sympy.gamma,
         ),
     ):
-        size = _magnitude(max(children))
+        size = _from_log10(max(children))
         return size * math.log10(size + 1)
     if isinstance(node, sympy.binomial):
-        return 0.31 * _magnitude(children[0])
+        return 0.31 * _from_log10(children[0])
     if isinstance(node, sympy.Product):
-        return max(children) * _magnitude(max(children[1:]))
+        return max(children) * _from_log10(max(children[1:]))
     if isinstance(node, sympy.Mul):
         return sum(children)
     return max(children, default=0.0) + (
@@ -120,15 +116,15 @@ def _int_log10(value: int) -> float:
     return math.log10(abs(value)) if value else 0.0
 
 
-def _magnitude(log10: float) -> float:
+def _from_log10(log10: float) -> float:
     return 10.0**log10 if log10 < 300 else math.inf
 
 
-def _terms(node: Any) -> float:
+def _num_terms(node: Any) -> float:
     """Return how many terms an expression has after expanding, at least 1."""
     import sympy
 
-    children = [_terms(child) for child in _children(node)]
+    children = [_num_terms(child) for child in _child_nodes(node)]
     if isinstance(node, sympy.Add):
         return sum(children)
     if isinstance(node, sympy.Mul):

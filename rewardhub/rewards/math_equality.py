@@ -52,7 +52,8 @@ class NodeComparison:
     def __init__(self, options: ComparisonOptions, gold: str) -> None:
         self._options = options
         self._imaginary = math_expression.is_imaginary(gold)
-        self._has_failed = False  # whether sympy raised in a comparison
+        # Whether sympy raised in a comparison.
+        self._has_failed = False
         self._num_pairs = 0
 
     def verdict(self, gold: Node, answer: Node) -> Literal["equal", "different", "failed"]:
@@ -97,9 +98,9 @@ class NodeComparison:
         return self._same_expression(gold, answer) if mixed is None else mixed
 
     def _unwrapped(self, gold: Node, answer: Node) -> tuple[Node, Node] | None:
-        """Return both without the name of what is equal, where only one has it; ``x = 3`` equals 3."""
-        gold_value = _assigned(gold)
-        found_value = _assigned(answer)
+        """Return both without a name that only one has; ``x = 3`` equals 3."""
+        gold_value = _assigned_value(gold)
+        found_value = _assigned_value(answer)
         if gold.kind == "relation" and answer.kind == "relation":
             if gold.label == answer.label == "\\in" and None not in (gold_value, found_value):
                 return gold.parts[1], answer.parts[1]
@@ -167,7 +168,7 @@ class NodeComparison:
         )
 
     def _same_clock(self, gold: Node, answer: Node) -> bool:
-        times = [_times(node) for node in (gold, answer)]
+        times = [_possible_times(node) for node in (gold, answer)]
         return bool(times[0] & times[1])
 
     def _same_list(self, gold: Node, answer: Node) -> bool:
@@ -191,8 +192,8 @@ class NodeComparison:
             return len(gold) == len(answer) and all(
                 self.is_equal(left_item, right_item) for left_item, right_item in pairs
             )
-        gold_items = _distinct(gold)
-        answer_items = _distinct(answer)
+        gold_items = _distinct_nodes(gold)
+        answer_items = _distinct_nodes(answer)
         texts = {math_text.canonical(node.text) for node in answer_items}
         missing = [node for node in gold_items if math_text.canonical(node.text) not in texts]
         texts = {math_text.canonical(node.text) for node in gold_items}
@@ -213,7 +214,11 @@ class NodeComparison:
             return self._same_expression(gold, answer)
         if gold.label == answer.label and len(gold.parts) == len(answer.parts):
             names = [node.parts[0].text for node in (gold, answer)]
-            if all(map(is_name, names)) and gold.label == "=" and _renamed(*names) is not None:
+            if (
+                all(map(is_name, names))
+                and gold.label == "="
+                and _other_variable(*names) is not None
+            ):
                 answer = msgspec.structs.replace(answer, parts=_with_name(answer, gold))
             if all(
                 self.is_equal(gold_part, answer_part)
@@ -224,7 +229,7 @@ class NodeComparison:
                 return self.is_equal(gold.parts[0], answer.parts[1]) and self.is_equal(
                     gold.parts[1], answer.parts[0]
                 )
-        last = [_assigned(node) for node in (gold, answer)]
+        last = [_assigned_value(node) for node in (gold, answer)]
         if (
             None not in last
             and gold.parts[0].text == answer.parts[0].text
@@ -251,7 +256,7 @@ class NodeComparison:
         names = [re.match(r"[A-Za-z]", node.parts[0].text) for node in (gold, answer)]
         parts = answer.parts
         if names[0] and names[1]:
-            parts = tuple(_substituted(part, names[1][0], names[0][0]) for part in answer.parts)
+            parts = tuple(_rename_variable(part, names[1][0], names[0][0]) for part in answer.parts)
         return self._same_items(gold.parts, parts, ordered=True)
 
     def _is_built(self, gold: Node, answer: Node) -> bool:
@@ -304,8 +309,8 @@ class NodeComparison:
             return False
 
 
-def _assigned(node: Node) -> Node | None:
-    """Return what a name is equal to or an element of, as its last side says; None without a name."""
+def _assigned_value(node: Node) -> Node | None:
+    """Return what a name equals or is an element of: the last side; None without a name."""
     signs = node.label.split()
     if node.kind != "relation" or not is_name(node.parts[0].text) or set(signs) - {"=", "\\in"}:
         return None
@@ -313,20 +318,18 @@ def _assigned(node: Node) -> Node | None:
 
 
 def _are_named_apart(gold: Node, answer: Node) -> bool:
-    """Return whether the reference names its values and the answer does not, so that their order
-    counts.
-    """
+    """Return whether only the reference names its values, so that their order counts."""
     names = [part.parts[0].text for part in gold.parts if part.kind == "relation" and part.parts]
     return len(set(names)) == len(gold.parts) > 1 and not any(
         part.kind == "relation" for part in answer.parts
     )
 
 
-def _distinct(nodes: Sequence[Node]) -> list[Node]:
+def _distinct_nodes(nodes: Sequence[Node]) -> list[Node]:
     return list({math_text.canonical(node.text): node for node in nodes}.values())
 
 
-def _times(node: Node) -> set[tuple[int, int, int]]:
+def _possible_times(node: Node) -> set[tuple[int, int, int]]:
     """Return the times of the day that a clock may show, as hour, minute and second."""
     hour, minute, second = (int(part.value or 0) for part in node.parts)
     if node.label:
@@ -335,10 +338,8 @@ def _times(node: Node) -> set[tuple[int, int, int]]:
     return {(hour, minute, second) for hour in hours}
 
 
-def _renamed(gold: str, answer: str) -> str | None:
-    """Return the other variable of the same function, ``y`` for ``f(x)`` and ``f(y)``; None for
-    other names.
-    """
+def _other_variable(gold: str, answer: str) -> str | None:
+    """Return the other variable of a function: ``y`` for ``f(x)`` and ``f(y)``; else None."""
     pattern = r"([A-Za-z])\(\s*([A-Za-z])\s*\)"
     matches = re.fullmatch(pattern, gold), re.fullmatch(pattern, answer)
     if (
@@ -354,11 +355,11 @@ def _renamed(gold: str, answer: str) -> str | None:
 def _with_name(answer: Node, gold: Node) -> tuple[Node, ...]:
     new_name = re.findall(r"[A-Za-z]", gold.parts[0].text)[-1]
     name = re.findall(r"[A-Za-z]", answer.parts[0].text)[-1]
-    return tuple(_substituted(part, name, new_name) for part in answer.parts)
+    return tuple(_rename_variable(part, name, new_name) for part in answer.parts)
 
 
-def _substituted(node: Node, name: str, new_name: str) -> Node:
+def _rename_variable(node: Node, name: str, new_name: str) -> Node:
     """Return a node with one variable renamed."""
     pattern = re.compile(rf"(?<![A-Za-z\\]){name}(?![A-Za-z])")
-    parts = tuple(_substituted(part, name, new_name) for part in node.parts)
+    parts = tuple(_rename_variable(part, name, new_name) for part in node.parts)
     return msgspec.structs.replace(node, text=pattern.sub(new_name, node.text), parts=parts)

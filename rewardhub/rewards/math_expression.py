@@ -13,7 +13,8 @@ SMALL: Final = 1e-3
 # What the parser would misread: digits next to digits, subscripts of numbers, colons, decimals
 # without end.
 _UNREADABLE: Final = re.compile(
-    r"(?<![_^])\d\s+[\d.]|\d_|\d\)_|:|\.\.\.|\\ldots|\\cdots|\\dots|\\pmod|\\equiv|\\mid|[?#@\"]|^(?!.*\\begin).*(?:&|\\\\)",
+    r"(?<![_^])\d\s+[\d.]|\d_|\d\)_|:|\.\.\.|\\ldots|\\cdots|\\dots|\\pmod|\\equiv|\\mid|[?#@\"]"
+    r"|^(?!.*\\begin).*(?:&|\\\\)",
     re.DOTALL,
 )
 _IMAGINARY_FACTOR: Final = re.compile(r"(?<=[\d)}])i(?![A-Za-z])")
@@ -22,7 +23,8 @@ _UNIT_OF_ROOT: Final = re.compile(
     r"(?<![A-Za-z\\])\\?(?:i|imath|mathrm\s*\{i\}|text\s*\{i\})(?![A-Za-z])"
 )
 _INDEX: Final = re.compile(
-    r"_\{?\s*i(?![A-Za-z])|(?<![A-Za-z])i\s*(?:=|\\in)|[<>j]|\\[lg]e(?![A-Za-z])|\\equiv|\\(?:max|min)"
+    r"_\{?\s*i(?![A-Za-z])|(?<![A-Za-z])i\s*(?:=|\\in)|[<>j]|\\[lg]e(?![A-Za-z])|\\equiv"
+    r"|\\(?:max|min)"
 )
 _LAST_NUMBER: Final = re.compile(
     r"-?\\[dtc]?frac\{-?\d+\}\{-?\d+\}|(?<![A-Za-z0-9_.,:/^{])[-+−]?(?:\\?[$€£¥]\s?)?-?"
@@ -32,9 +34,7 @@ _LAST_NUMBER: Final = re.compile(
 
 
 def is_imaginary(gold: str) -> bool:
-    """Return whether ``i`` is the imaginary unit in a reference, and so in its answers; else it is
-    a variable.
-    """
+    """Return whether ``i`` is the imaginary unit in a reference and its answers, no variable."""
     return _UNIT_OF_ROOT.search(gold) is not None and _INDEX.search(gold) is None
 
 
@@ -45,11 +45,11 @@ def parsed(node: Node, *, imaginary: bool) -> Any:
     if node.kind in ("number", "percent", "ratio") and node.value is not None:
         exact = sympy.Rational(node.value.numerator, node.value.denominator)
         return sympy.Float(exact, 30) if node.is_decimal else exact
-    return _parsed(node.text, imaginary)
+    return _parse_latex(node.text, imaginary)
 
 
 @lru_cache(maxsize=64)
-def _parsed(text: str, imaginary: bool) -> Any:
+def _parse_latex(text: str, imaginary: bool) -> Any:
     import sympy
     from latex2sympy2_extended import NormalizationConfig, latex2sympy, normalize_latex
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig
@@ -93,9 +93,7 @@ def ordered(expression: Any) -> Any:
 
 
 def is_same_equation(gold: Any, answer: Any) -> bool:
-    """Return whether two equations of polynomials are multiples of each other; False if that is not
-    known.
-    """
+    """Return whether two equations are known to be multiples of each other."""
     import sympy
 
     if not (isinstance(gold, sympy.Eq) and isinstance(answer, sympy.Eq)):
@@ -108,9 +106,7 @@ def is_same_equation(gold: Any, answer: Any) -> bool:
 
 
 def is_near(gold: Any, answer: Any, digits: int) -> bool:
-    """Return False for a small number and one that differs relatively; math-verify rounds small
-    numbers to zero.
-    """
+    """Return False if a small number differs relatively; math-verify rounds it to zero."""
     import sympy
 
     if not all(isinstance(number, sympy.Expr) and number.is_number for number in (gold, answer)):
@@ -130,8 +126,7 @@ def is_near(gold: Any, answer: Any, digits: int) -> bool:
 
 
 def last_number(text: str) -> Node | None:
-    """Return the last number of prose."""
-    numbers = _numbers(text)
+    numbers = _find_numbers(text)
     return read(numbers[-1]) if numbers and len(numbers[-1]) <= math_text.LONGEST_NUMBER else None
 
 
@@ -139,11 +134,11 @@ def only_number(text: str) -> Node | None:
     """Return the number of a sentence that holds one; None for a formula."""
     if "\\" in text or "=" in text or not re.search(r"[A-Za-z]{3}", text):
         return None
-    numbers = _numbers(text)
+    numbers = _find_numbers(text)
     return read(numbers[0]) if len(numbers) == 1 else None
 
 
-def _numbers(text: str) -> list[str]:
+def _find_numbers(text: str) -> list[str]:
     return [
         match[0].strip().rstrip(",")
         for match in _LAST_NUMBER.finditer(text)

@@ -11,9 +11,12 @@ import msgspec
 from rewardhub.rewards import math_text
 from rewardhub.rewards.thinking import Thinking, visible_text
 
-LONGEST_ANSWER: Final = 4000  # characters that are searched, from the end
-LONGEST_LINE: Final = 200  # characters of a response that is only an answer
-MANY_WORDS: Final = 5  # a text with more words is prose, in which the answer is searched for
+# Characters that are searched, from the end.
+LONGEST_ANSWER: Final = 4000
+# Characters of a response that is only an answer.
+LONGEST_LINE: Final = 200
+# A text with more words is prose, in which the answer is searched for.
+MANY_WORDS: Final = 5
 BOXED: Final = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?=[-+]?\d))")
 _BOXED_NUMBER: Final = re.compile(r"[-+]?[\d.,]*\d")
 _DELIMITED: Final = re.compile(r"\\\(|\\\[|(?<!\\)\$.*?(?<!\\)\$|\\boxed|\\fbox", re.DOTALL)
@@ -24,17 +27,21 @@ _FORMULA: Final = re.compile(
     r"|(?<!\\)\$(?P<inline>(?:\\\$|[^$\n])+)(?<!\\)\$|\\\((?P<round>(?:[^\\]|\\(?!\)))++)\\\)"
 )
 _ENVIRONMENT: Final = re.compile(
-    r"(?:\\left\s*\\?[\[({|.])?\s*\\begin\{(?P<name>[A-Za-z]+\*?)\}(?s:.)*\\end\{(?P=name)\}\s*(?:\\right\s*\\?[\])}|.])?"
+    r"(?:\\left\s*\\?[\[({"
+    r"|.])?\s*\\begin\{(?P<name>[A-Za-z]+\*?)\}(?s:.)*\\end\{(?P=name)\}\s*(?:\\right\s*\\?[\])}"
+    r"|.])?"
 )
 _PERCENT: Final = re.compile(r"\s*\$?\s*(?:\\?%|percent(?:age)?\b|pct\b)", re.IGNORECASE)
 _CONNECTED: Final = re.compile(
-    r"(?:[\s$,;.&]|[A-Za-z](?:_\{?\w\}?)?\s*=|\\[()\[\],; ]|\\q?quad|\\text\s*\{(?:[^{}]*\s)?(?:and|or)\s*\}|and|or)*"
+    r"(?:[\s$,;.&]|[A-Za-z](?:_\{?\w\}?)?\s*=|\\[()\[\],; ]|\\q?quad"
+    r"|\\text\s*\{(?:[^{}]*\s)?(?:and|or)\s*\}|and|or)*"
 )
 _SPECIAL_TOKEN: Final = re.compile(r"(?:<\|[\w/ ]{1,40}\|>|</s>|<eos>|<end_of_turn>)\Z")
 _OPEN_TAG: Final = "<answer>"
 _CLOSE_TAG: Final = "</answer>"
 _STATED: Final = re.compile(
-    r"\banswer\b(?:[^\n.:=$\\]{0,60}?\b(?:is|are|equals)\b(?:\s+for\s+sure)?|[^\n.:=$\\]{0,40}?[:=])"
+    r"\banswer\b(?:[^\n.:=$\\]{0,60}?\b(?:is|are|equals)\b(?:\s+for\s+sure)?"
+    r"|[^\n.:=$\\]{0,40}?[:=])"
     r"[ \t]*[:=]?[ \t*_]*",
     re.IGNORECASE,
 )
@@ -71,7 +78,7 @@ def answer_of(text: str, marker: str, thinking: Thinking = "drop") -> ExtractedA
         line = next((line for line in marked_text.splitlines() if line.strip(" :*")), "")
         return ExtractedAnswer(strip_markup(line.lstrip(" :")), bare=True)
     text = _tagged_text(marked_text if is_marked else text)
-    boxes = _boxes(text)
+    boxes = _find_boxes(text)
     if boxes and (stated := _final_answer(text[boxes[-1].end :])) is not None:
         return ExtractedAnswer(stated, bare=True)
     if boxes:
@@ -174,10 +181,8 @@ def last_formulas(text: str, *, first: bool = False) -> str | None:
 
 
 def boxed(text: str) -> list[str]:
-    """Return the contents of the outermost closed boxes in order, each with a percent sign that
-    follows it.
-    """
-    return [box.content for box in _boxes(text)]
+    """Return the contents of the outermost closed boxes, each with a percent sign behind it."""
+    return [box.content for box in _find_boxes(text)]
 
 
 def _last_boxes(text: str, boxes: list[_Box]) -> list[_Box]:
@@ -190,7 +195,7 @@ def _last_boxes(text: str, boxes: list[_Box]) -> list[_Box]:
     return boxes[start:]
 
 
-def _boxes(text: str) -> list[_Box]:
+def _find_boxes(text: str) -> list[_Box]:
     boxes: list[_Box] = []
     position = 0
     while (start := BOXED.search(text, position)) is not None:
@@ -252,9 +257,7 @@ def is_same_text(gold: ExtractedAnswer, answer: ExtractedAnswer) -> bool:
 
 
 def _choice_of_reference(text: str) -> str | None:
-    """Return the letter if the reference is a choice: a capital letter A to J alone, or in brackets
-    before a text.
-    """
+    """Return the letter if the reference is a choice: A to J alone, or in brackets before text."""
     plain = math_text.TEXT_COMMAND.sub(r"\1", text).replace("$", "").strip()
     match = re.fullmatch(r"([A-J])[.)]?|\(([A-J])\)(?:\s.*)?", plain)
     return match and (match[1] or match[2])

@@ -30,11 +30,13 @@ _REPEATING: Final = re.compile(
 )
 _ELLIPSIS: Final = re.compile(r"([-+]?)(\d*)\.(\d*?)(\d+?)\4{2,}\s*(?:\\[lc]?dots|\.\.\.)")
 _MIXED: Final = re.compile(
-    r"(?P<sign>[-+]?)\s*(?P<whole>\d+)(?:\s*\\frac\s*\{\s*(?P<up>\d+)\s*\}\s*\{\s*(?P<down>\d+)\s*\}"
+    r"(?P<sign>[-+]?)\s*(?P<whole>\d+)"
+    r"(?:\s*\\frac\s*\{\s*(?P<up>\d+)\s*\}\s*\{\s*(?P<down>\d+)\s*\}"
     r"|\s+(?P<over>\d+)\s*/\s*(?P<under>\d+))"
 )
 _FRACTION: Final = re.compile(
-    r"(?P<sign>[-+]?)\s*(?:\\frac\s*\{\s*(?P<up>-?\d+)\s*\}\s*\{\s*(?P<down>-?\d+)\s*\}|(?P<over>\d+)\s*/\s*(?P<under>\d+))"
+    r"(?P<sign>[-+]?)\s*(?:\\frac\s*\{\s*(?P<up>-?\d+)\s*\}\s*\{\s*(?P<down>-?\d+)\s*\}"
+    r"|(?P<over>\d+)\s*/\s*(?P<under>\d+))"
 )
 _UNITS: Final = (
     *(
@@ -69,15 +71,13 @@ _UNITS: Final = (
 
 
 def exact_value(text: str) -> Fraction | None:
-    """Return the value of a fraction, mixed number, repeating decimal or number with its base; None
-    for others.
-    """
+    """Return the value of a fraction, mixed, repeating or based number; None for others."""
     if len(text) > LONGEST_NUMBER:
         return None
     return next((value for reader in _READERS if (value := reader(text)) is not None), None)
 
 
-def _fraction(text: str) -> Fraction | None:
+def _fraction_value(text: str) -> Fraction | None:
     match = _FRACTION.fullmatch(text)
     if match is None:
         return None
@@ -86,7 +86,7 @@ def _fraction(text: str) -> Fraction | None:
     return -value if value is not None and match["sign"] == "-" else value
 
 
-def _mixed(text: str) -> Fraction | None:
+def _mixed_value(text: str) -> Fraction | None:
     """Return the value of a mixed number: ``3 1/2`` and ``3\\frac{1}{2}`` are seven halves."""
     match = _MIXED.fullmatch(text)
     if match is None:
@@ -99,7 +99,7 @@ def _mixed(text: str) -> Fraction | None:
     return -value if match["sign"] == "-" else value
 
 
-def _repeating(text: str) -> Fraction | None:
+def _repeating_value(text: str) -> Fraction | None:
     """Return the value of a decimal that repeats for ever."""
     if (match := _ELLIPSIS.fullmatch(text)) is not None:
         sign, whole, head, period = match.groups()
@@ -118,7 +118,7 @@ def _repeating(text: str) -> Fraction | None:
     return -value if sign == "-" else value
 
 
-def _based(text: str) -> Fraction | None:
+def _value_in_base(text: str) -> Fraction | None:
     """Return the value of a number with its base, such as ``204_5``."""
     match = _SUBSCRIPT.fullmatch(text)
     if match is None or (
@@ -146,4 +146,4 @@ def unit_name(unit: str) -> str:
     )
 
 
-_READERS: Final = (_fraction, _mixed, _repeating, _based)
+_READERS: Final = (_fraction_value, _mixed_value, _repeating_value, _value_in_base)

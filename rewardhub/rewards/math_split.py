@@ -61,7 +61,7 @@ def _depth_at(text: str, position: int) -> int:
 
 
 def matching_close(text: str) -> int:
-    """Return the position after the bracket that closes the first one, of any shape; 0 without one."""
+    """Return the position after the bracket that closes the first, of any shape; 0 without one."""
     for token, position, level in tokens(text):
         if position and level == 0:
             return position + len(token)

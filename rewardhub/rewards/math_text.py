@@ -1,4 +1,4 @@
-"""Reads an answer as a number or as words, and writes formulas in one form. Pure, in linear time."""
+"""Reads an answer as a number or words, and writes formulas in one form. Pure, in linear time."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import re
 from fractions import Fraction
 from typing import Final
 
-LONGEST_NUMBER: Final = 60  # characters of a number that is read without the parser
+# Characters of a number that is read without the parser.
+LONGEST_NUMBER: Final = 60
 # Digits grouped by commas ("36,000", "36{,}000"), thin spaces or blanks; a tuple or a set is never
 # one number.
 _NUMBER: Final = re.compile(
     r"(?P<sign>[-+−]?)\s*(?:\\?[$€£¥])?\s*(?P<sign2>-?)"
-    r"(?P<whole>[1-9]\d{0,2}(?:(?:,|\{,\}|\\[,!; ]|[~' \u00a0\u2007\u2009\u202f])\d{3})+|\d+)?(?P<part>\.\d+)?"
+    r"(?P<whole>[1-9]\d{0,2}(?:(?:,|\{,\}|\\[,!; ]|[~' \u00a0\u2007\u2009\u202f])\d{3})+"
+    r"|\d+)?(?P<part>\.\d+)?"
     r"(?P<power>[eE][-+]?\d{1,2})?\.?\s*(?:\\?[$€£¥])?"
 )
 _DECIMAL_COMMA: Final = re.compile(r"(-?)(0|[1-9]\d*),(\d{2}|\d{4,}|(?<=0,)\d+)")
@@ -25,7 +27,8 @@ _NUMBER_WITH_UNIT: Final = re.compile(
 _EMPHASIS: Final = re.compile(r"(?<![\w)}*])(\*{1,3}|_{2,3}|`+)(?=\S)([^*`\n]*?\S)\1(?![\w({*])")
 _COMMAND: Final = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}|\\[A-Za-z]+")
 TEXT_COMMAND: Final = re.compile(
-    r"\\(?:text(?:bf|it|rm|normal|sf|tt)?|math(?:rm|bf|it|sf|tt|normal)|textnormal|mbox|operatorname)\s*\{([^{}]*)\}"
+    r"\\(?:text(?:bf|it|rm|normal|sf|tt)?|math(?:rm|bf|it|sf|tt|normal)|textnormal|mbox"
+    r"|operatorname)\s*\{([^{}]*)\}"
 )
 _TRIGONOMETRIC: Final = (
     "sin",
@@ -51,16 +54,22 @@ _BARE_FUNCTION: Final = re.compile(
 _WORD_BEFORE_TERM: Final = re.compile(r"(?<![A-Za-z])([A-Za-z]{2,})\s+(?=[A-Za-z0-9$])")
 _POWER: Final = re.compile(r"(?:\*\*|\^)\s*(-?\d+(?:\.\d+)?|\((-?\d+(?:\.\d+)?)\))")
 _CHOICE: Final = re.compile(
-    r"(?:(?i:option|choice)\s+)?[(\[]?([A-Z])(?:[)\]](?:[\s.,:;].*)?|\s*|[.,:;](?!\w).*|[。，、：；）\u3040-\u9fff].*)",
+    r"(?:(?i:option|choice)\s+)?[(\[]?([A-Z])(?:[)\]](?:[\s.,:;].*)?|\s*|[.,:;](?!\w).*"
+    r"|[。，、：；）\u3040-\u9fff].*)",
     re.DOTALL,
 )
 _CHARACTERS: Final = str.maketrans(
     {
-        "−": "-", "–": "-", "·": "\\cdot ", "×": "\\times ", "÷": "/", "∞": "\\infty ", "π": "\\pi ", "∪": "\\cup ",
-        "∩": "\\cap ", "∈": "\\in ", "≡": "\\equiv ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ", "≈": "\\approx ",
-        "±": "\\pm ", "°": "^\\circ ", "∅": "\\emptyset ", "½": " \\frac{1}{2}", "¼": " \\frac{1}{4}",
-        "¾": " \\frac{3}{4}", "⅓": " \\frac{1}{3}", "⅔": " \\frac{2}{3}", "²": "^{2}", "³": "^{3}", "⋅": "\\cdot ",
-        "\u00a0": " ", "\u2007": " ", "\u2009": " ", "\u200a": " ", "\u202f": " ", "⟨": "(", "⟩": ")", "…": "\\ldots ",
+        "−": "-", "–": "-", "·": "\\cdot ", "×": "\\times ", "÷": "/", "∞": "\\infty ",
+        "π": "\\pi ", "∪": "\\cup ",
+        "∩": "\\cap ", "∈": "\\in ", "≡": "\\equiv ", "≤": "\\le ", "≥": "\\ge ", "≠": "\\ne ",
+        "≈": "\\approx ",
+        "±": "\\pm ", "°": "^\\circ ", "∅": "\\emptyset ", "½": " \\frac{1}{2}",
+        "¼": " \\frac{1}{4}",
+        "¾": " \\frac{3}{4}", "⅓": " \\frac{1}{3}", "⅔": " \\frac{2}{3}", "²": "^{2}", "³": "^{3}",
+        "⋅": "\\cdot ",
+        "\u00a0": " ", "\u2007": " ", "\u2009": " ", "\u200a": " ", "\u202f": " ", "⟨": "(",
+        "⟩": ")", "…": "\\ldots ",
     }
 )  # fmt: skip
 _SPELLINGS: Final = (
@@ -124,17 +133,13 @@ def _has_other_digits(text: str) -> bool:
 
 
 def decimal_comma(text: str) -> tuple[Fraction, bool] | None:
-    """Return the number of a text like ``1000,99`` if its comma is a decimal point; ``2,3`` is a
-    list.
-    """
+    """Return the number of a text like ``1000,99`` with a decimal comma; ``2,3`` is a list."""
     match = _DECIMAL_COMMA.fullmatch(text) if len(text) <= LONGEST_NUMBER else None
     return number(f"{match[1]}{match[2]}.{match[3]}") if match else None
 
 
 def same_number(gold: tuple[Fraction, bool], answer: tuple[Fraction, bool], digits: int) -> bool:
-    """Return whether two numbers are equal: rounded to ``digits`` decimals if one has a decimal
-    point, else exactly.
-    """
+    """Return whether numbers are equal: rounded to ``digits`` if one has a point, else exactly."""
     if gold[1] or answer[1]:
         # Rounding turns small numbers into zero, so the difference must also be small relative to
         # the reference.
@@ -144,7 +149,7 @@ def same_number(gold: tuple[Fraction, bool], answer: tuple[Fraction, bool], digi
 
 
 def relative_tolerance(digits: int) -> Fraction:
-    """Return the relative difference from the reference that is allowed with ``digits`` decimals."""
+    """Return the allowed relative difference from the reference with ``digits`` decimals."""
     return Fraction(10) ** (2 - digits)
 
 
@@ -155,9 +160,7 @@ def has_unit(text: str) -> bool:
 
 
 def is_formula(text: str) -> bool:
-    """Return whether the text can be a formula: its words are function names or short products of
-    variables.
-    """
+    """Return whether a text can be a formula: its words are functions or products of variables."""
     if not text or has_control_characters(text) or _has_foreign_letters(text):
         return False
     plain = _COMMAND.sub(" ", TEXT_COMMAND.sub(" ", text))
@@ -174,7 +177,7 @@ def is_formula(text: str) -> bool:
 
 
 def _has_foreign_letters(text: str) -> bool:
-    """Return whether the text holds letters other than Latin and Greek ones and symbols such as ℝ."""
+    """Return whether the text holds letters besides Latin, Greek and symbols such as ℝ."""
     return not text.isascii() and any(
         char.isalpha()
         and not (char.isascii() or "\u0370" <= char <= "\u03ff" or "\u2100" <= char <= "\u214f")
@@ -201,9 +204,7 @@ def to_latex(text: str) -> str:
 
 
 def plain_latex(text: str) -> str:
-    """Return a formula without dollars, size commands and spaces that have no meaning, with one
-    name per relation.
-    """
+    """Return a formula without dollars, sizes and idle spaces, with one name per relation."""
     text = text.translate(_CHARACTERS)
     text = re.sub(r"(?<!\\)\$", " ", text)
     if "\\begin" not in text:
@@ -214,9 +215,7 @@ def plain_latex(text: str) -> str:
 
 
 def canonical(text: str) -> str:
-    """Return a plain formula without blanks next to operators and brackets; equal texts mean the
-    same.
-    """
+    """Return a formula without idle blanks; equal texts mean the same."""
     text = re.sub(
         r"\\(?:text|mathrm|textbf|mathbf|textnormal)\s*\{\s*([^{}\\]*?)\s*\}", r"{\1}", text
     )
@@ -233,8 +232,6 @@ def words(text: str) -> str:
 
 
 def choice(text: str) -> str | None:
-    """Return the letter of a choice such as ``C``, ``(C)`` or ``C. Paris``; None for any other
-    text.
-    """
+    """Return the letter of a choice such as ``C``, ``(C)`` or ``C. Paris``; else None."""
     match = _CHOICE.fullmatch(TEXT_COMMAND.sub(r"\1", text).replace("$", "").strip())
     return match[1].upper() if match else None

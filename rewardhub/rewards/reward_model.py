@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 
 class RewardModel:
-    """Reward: the model's output for question and response. The note ``truncated`` is 1 if the text
-    did not fit.
-    """
+    """Reward: the model's output for question and response. Note ``truncated``: it did not fit."""
 
     Args = RewardModelArgs
     concurrent: ClassVar[bool] = True
@@ -64,7 +62,8 @@ class RewardModel:
         output = await future
         if not math.isfinite(output):
             raise NoScore(
-                f"domain {sample.domain!r}, task {sample.task_index}: the model's output is {output}"
+                f"domain {sample.domain!r}, task {sample.task_index}: the model's output is "
+                f"{output}"
             )
         value = self._args.scale * output + self._args.offset
         if self._args.clip is not None:

@@ -38,11 +38,9 @@ class ScoringModel:
             else args.device
         )
         torch.set_num_threads(args.num_threads)
-        name = (
-            ("bfloat16" if self._device.startswith("cuda") else "float32")
-            if args.dtype == "auto"
-            else args.dtype
-        )
+        name = args.dtype
+        if name == "auto":
+            name = "bfloat16" if self._device.startswith("cuda") else "float32"
         dtype = getattr(torch, name)
         trusted = args.trust_remote_code
         self._tokenizer = Tokenizer.load(
@@ -79,8 +77,11 @@ class ScoringModel:
 
     def _check_label(self) -> None:
         if self._head is None and self._args.label >= self._model.config.num_labels:
-            allowed = f"below {self._model.config.num_labels}, the labels of {self._args.path}"
-            raise ConfigError("rewards.args.label", self._args.label, allowed)
+            raise ConfigError(
+                "rewards.args.label",
+                self._args.label,
+                f"below {self._model.config.num_labels}, the labels of {self._args.path}",
+            )
 
     def tokens(self, prompt: str, response: str) -> tuple[list[int], bool]:
         """Return the token ids of question and response, and whether the beginning was cut off."""
@@ -147,23 +148,27 @@ def _value_head(path: str, dtype: torch.dtype) -> torch.nn.Linear:
     Raises:
         ConfigError: if there is no head with one output.
     """
-    found: dict[str, torch.Tensor] = {}
+    tensors_by_name: dict[str, torch.Tensor] = {}
     for file in sorted(Path(path).glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118 - it is not a mapping
                 if any(name in (f"{head}.weight", f"{head}.bias") for head in HEADS):
-                    found[name] = tensors.get_tensor(name)
+                    tensors_by_name[name] = tensors.get_tensor(name)
     weights = {
         name: tensor
-        for name, tensor in found.items()
+        for name, tensor in tensors_by_name.items()
         if name.endswith(".weight") and tensor.ndim == 2 and tensor.shape[0] == 1
     }
     if len(weights) != 1:
         head_names = ", ".join(f"{head}.weight" for head in HEADS)
-        allowed = f"a sequence classifier, or a model with one value head of shape [1, hidden] among {head_names}"
-        raise ConfigError(_KEY, path, allowed)
+        raise ConfigError(
+            _KEY,
+            path,
+            "a sequence classifier, or a model with one value head of shape [1, hidden] "
+            f"among {head_names}",
+        )
     ((name, weight),) = weights.items()
-    bias = found.get(name.removesuffix("weight") + "bias")
+    bias = tensors_by_name.get(name.removesuffix("weight") + "bias")
     head = torch.nn.Linear(weight.shape[1], 1, bias=bias is not None, dtype=dtype)
     with torch.no_grad():
         head.weight.copy_(weight)

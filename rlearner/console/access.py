@@ -1,5 +1,4 @@
-"""Who may use the console: links that work once, a password, sessions, and the names under which it
-answers. Pure.
+"""Who may use the console: single-use links, a password, sessions, host names. Pure.
 
 Loopback is not a trust boundary: every user of the machine, and every page in the operator's
 browser, reaches it. Reading needs a login, too, because prompts, responses and settings are as
@@ -56,11 +55,11 @@ class ConsoleAccess:
 
     Args:
         password: None allows only links.
-        said: receives each new link token; a link works once.
+        on_token: receives each new link token; a link works once.
     """
 
     password: str | None = None
-    said: Callable[[str], None] = lambda token: None
+    on_token: Callable[[str], None] = lambda token: None
     limit: PasswordLimit = field(default_factory=PasswordLimit)
     _token: str = ""
     # digest of the cookie -> time of the last request
@@ -69,23 +68,21 @@ class ConsoleAccess:
     def new_link(self) -> str:
         """Replace the link's token, and return the new one."""
         self._token = secrets.token_urlsafe(32)
-        self.said(self._token)
+        self.on_token(self._token)
         return self._token
 
     def use_link(self, token: str, now: float) -> str | None:
         """Return the cookie of a new session, None if the token is not the present one."""
-        if not self._token or not _same(token, self._token):
+        if not self._token or not _is_same_secret(token, self._token):
             return None
         self.new_link()
         return self._begin(now)
 
     def use_password(self, password: str, now: float) -> str | float:
-        """Return the cookie of a new session, or the seconds to wait before the next try; 0: at
-        once.
-        """
+        """Return the cookie of a new session, or the seconds until the next try; 0: at once."""
         if (wait_s := self.limit.wait_s(now)) > 0:
             return wait_s
-        if self.password is None or not _same(password, self.password):
+        if self.password is None or not _is_same_secret(password, self.password):
             self.limit.failed(now)
             return self.limit.wait_s(now)
         self.limit.passed()
@@ -93,7 +90,7 @@ class ConsoleAccess:
 
     def is_valid(self, cookie: str, now: float) -> bool:
         """Return whether a session has this cookie, and note the request."""
-        key = _digest(cookie)
+        key = _digest_token(cookie)
         last = self._sessions.get(key)
         if last is None or now - last > SESSION_S:
             self._sessions.pop(key, None)
@@ -102,25 +99,23 @@ class ConsoleAccess:
         return True
 
     def end(self, cookie: str) -> None:
-        """End a session."""
-        self._sessions.pop(_digest(cookie), None)
+        self._sessions.pop(_digest_token(cookie), None)
 
     def _begin(self, now: float) -> str:
         while len(self._sessions) >= MAX_SESSIONS:
             del self._sessions[min(self._sessions, key=self._sessions.__getitem__)]
         cookie = secrets.token_urlsafe(32)
-        self._sessions[_digest(cookie)] = now
+        self._sessions[_digest_token(cookie)] = now
         return cookie
 
 
 def session_name(cookie: str) -> str:
     """Return a name for a session in logs, from which its cookie cannot be made."""
-    return _digest(cookie).hex()[:8]
+    return _digest_token(cookie).hex()[:8]
 
 
 def is_known_host(host: str, names: Iterable[str]) -> bool:
-    """Return whether a Host header is one of the console's names, with any port: a tunnel changes
-    it.
+    """Return whether a Host header is one of the console's names, with any port.
 
     A page of another site can have its name resolved to this address (DNS rebinding), but not
     change this header.
@@ -137,10 +132,10 @@ def is_same_origin(origin: str, scheme: str, host: str) -> bool:
     return hmac.compare_digest(origin.lower().encode(), f"{scheme}://{host}".lower().encode())
 
 
-def _digest(text: str) -> bytes:
+def _digest_token(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
 
 
-def _same(first: str, second: str) -> bool:
-    """Compare in a time that tells nothing, not even the length."""
-    return hmac.compare_digest(_digest(first), _digest(second))
+def _is_same_secret(first: str, second: str) -> bool:
+    """Compare in a time that reveals nothing, not even the length."""
+    return hmac.compare_digest(_digest_token(first), _digest_token(second))

@@ -1,6 +1,4 @@
-"""What an operator may do to a run from the console, the same as the commands do; yields a line for
-each outcome.
-"""
+"""What an operator may do to a run from the console, as by command; yields lines."""
 
 from __future__ import annotations
 
@@ -22,17 +20,17 @@ from rlearner.ops.learner_requests import Action, follow_action, text_of
 log = logging.getLogger(__name__)
 
 RETRY_S: Final = 120.0
-SHOWN_LETTERS: Final = 500
+MAX_LETTERS: Final = 500
 MAX_REASON: Final = 200  # characters
 
 
-async def set_desired(bus: Bus, command: str, reason: str, who: str) -> list[str]:
+async def set_desired(bus: Bus, command: str, reason: str, session: str) -> list[str]:
     """Pause, resume, drain or stop the run.
 
     Raises:
         UserError: if the run is stopped, so that its processes have ended.
     """
-    log.warning("%s of run %s from the console, by session %s", command, bus.run, who)
+    log.warning("%s of run %s from the console, by session %s", command, bus.run, session)
     await runs.set_desired(bus, bus.run, STATES[command], " ".join(reason.split())[:MAX_REASON])
     doing = drain_actions(bus.run, await census(bus, bus.run)) if command == "drain" else []
     return [
@@ -41,13 +39,13 @@ async def set_desired(bus: Bus, command: str, reason: str, who: str) -> list[str
     ]
 
 
-async def request(bus: Bus, action: Action, who: str) -> AsyncGenerator[str, None]:
+async def request(bus: Bus, action: Action, session: str) -> AsyncGenerator[str, None]:
     """Yield a line for each reply of the learner until it is done.
 
     Raises:
         UserError: if no learner answers, or it refuses.
     """
-    log.warning("%s of run %s from the console, by session %s", action, bus.run, who)
+    log.warning("%s of run %s from the console, by session %s", action, bus.run, session)
     async with aclosing(follow_action(bus, action)) as replies:
         async for reply in replies:
             yield text_of(action, reply)
@@ -55,13 +53,12 @@ async def request(bus: Bus, action: Action, who: str) -> AsyncGenerator[str, Non
 
 async def letters(bus: Bus) -> list[LogRecord]:
     """Return the newest dead letters, newest first."""
-    async with aclosing(stored_letters(bus, newest=SHOWN_LETTERS)) as stored:
-        return [record async for record in stored][::-1]
+    async with aclosing(stored_letters(bus, newest=MAX_LETTERS)) as records:
+        return [record async for record in records][::-1]
 
 
-async def retry(bus: Bus, record: LogRecord, who: str) -> AsyncGenerator[str, None]:
-    """Yield the lines of each outcome of a dead letter that is run again; nothing of it is trained
-    on.
+async def retry(bus: Bus, record: LogRecord, session: str) -> AsyncGenerator[str, None]:
+    """Yield lines for each outcome of a retried dead letter; nothing of it is trained on.
 
     Raises:
         UserError: if it cannot be retried.
@@ -73,7 +70,7 @@ async def retry(bus: Bus, record: LogRecord, who: str) -> AsyncGenerator[str, No
         "retry of dead letter %d of run %s from the console, by session %s",
         record.seq,
         bus.run,
-        who,
+        session,
     )
     async with aclosing(dead_letter_retry.retry(bus, letter, RETRY_S)) as outcomes:
         async for outcome in outcomes:
@@ -82,13 +79,13 @@ async def retry(bus: Bus, record: LogRecord, who: str) -> AsyncGenerator[str, No
     yield "for inspection only: the result is neither stored nor trained on"
 
 
-async def purge(bus: Bus, through: int, who: str) -> str:
+async def purge(bus: Bus, through: int, session: str) -> str:
     """Delete the dead letters up to a number, and say how many they were."""
     log.warning(
         "purge of dead letters up to %d of run %s from the console, by session %s",
         through,
         bus.run,
-        who,
+        session,
     )
     num_before = (await bus.depth(DEAD)).get("", 0)
     await bus.trim(DEAD, through + 1)

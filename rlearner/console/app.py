@@ -1,6 +1,4 @@
-"""The web application: its pages and files, without a login and without a server, which ``server``
-adds.
-"""
+"""The web application: pages and files, without login and server; ``server`` adds those."""
 
 from __future__ import annotations
 
@@ -25,12 +23,27 @@ from rlearner.console.pages.trajectories import trajectories_page
 from rlearner.console.state import ConsoleRun, ConsoleState
 
 WEB: Final = Path(__file__).parent / "web"
-BUILD_S: Final = 20.0  # for a page whose run has to load a tokenizer first
-RECONNECT_S: Final = 5.0  # for which a page without a connection is kept
+# For a page whose run has to load a tokenizer first.
+BUILD_S: Final = 20.0
+# For which a page without a connection is kept.
+RECONNECT_S: Final = 5.0
 QUERY: Final = (
-    "text", "domain", "server", "hub", "min_step", "max_step", "min_reward", "max_reward", "min_version", "max_version",
-    "ticket", "success", "state", "order", "after",
-)  # fmt: skip
+    "text",
+    "domain",
+    "server",
+    "hub",
+    "min_step",
+    "max_step",
+    "min_reward",
+    "max_reward",
+    "min_version",
+    "max_version",
+    "ticket",
+    "success",
+    "state",
+    "order",
+    "after",
+)
 
 Content = Callable[[ConsoleState, ConsoleRun, Request], Awaitable[None]]
 
@@ -63,16 +76,20 @@ def register(state: ConsoleState) -> None:
         await actions_page(state, run)
 
     pages: dict[str, Content] = {
-        "": overview, "/timeline": timeline, "/fleet": fleet, "/trajectories": trajectories, "/dead-letters": dead,
-    }  # fmt: skip
+        "": overview,
+        "/timeline": timeline,
+        "/fleet": fleet,
+        "/trajectories": trajectories,
+        "/dead-letters": dead,
+    }
     if state.actions:
         pages["/actions"] = actions
     for path, content in pages.items():
-        _page(state, path, content)
+        _register_page(state, path, content)
 
     @ui.page("/run/{name}/group/{ticket}", title="rlearner", response_timeout=BUILD_S)
     async def group(name: str, ticket: str, request: Request) -> None:
-        if (run := _run(state, name)) is None:
+        if (run := _find_run(state, name)) is None:
             return
         if not ticket.isascii() or not ticket.isdigit() or len(ticket) > 15:
             trouble(f"ticket {ticket[:40]!r}: use a number", 404)
@@ -83,14 +100,14 @@ def register(state: ConsoleState) -> None:
         )
 
 
-def _page(state: ConsoleState, path: str, content: Content) -> None:
+def _register_page(state: ConsoleState, path: str, content: Content) -> None:
     @ui.page(f"/run/{{name}}{path}", title="rlearner", response_timeout=BUILD_S)
     async def page(name: str, request: Request) -> None:
-        if (run := _run(state, name)) is not None:
+        if (run := _find_run(state, name)) is not None:
             await content(state, run, request)
 
 
-def _run(state: ConsoleState, name: str) -> ConsoleRun | None:
+def _find_run(state: ConsoleState, name: str) -> ConsoleRun | None:
     """Return the run of a page; if there is none, build the page that says so."""
     try:
         return state.run(name)
@@ -100,7 +117,6 @@ def _run(state: ConsoleState, name: str) -> ConsoleRun | None:
 
 
 def make_app(state: ConsoleState) -> Any:
-    """Return the ASGI application."""
     outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     outer.mount("/assets", StaticFiles(directory=WEB))
     ui.add_head_html(HEAD, shared=True)

@@ -14,7 +14,6 @@ PORT: Final = 8870
 
 
 def add_parser(commands: Any) -> None:
-    """Add the command."""
     text = "show runs in a browser: curves, timeline, processes, trajectories, dead letters"
     parser: argparse.ArgumentParser = commands.add_parser("console", help=text, description=text)
     parser.add_argument(
@@ -29,7 +28,10 @@ def add_parser(commands: Any) -> None:
     )
     text = "address to listen on; beyond loopback only with TLS (%(default)s)"
     parser.add_argument("--bind", default="127.0.0.1", metavar="ADDRESS", help=text)
-    text = "allow to pause, resume, drain and stop runs, and to retry and delete dead letters (read-only)"
+    text = (
+        "allow to pause, resume, drain and stop runs, and to retry and delete dead letters "
+        "(read-only)"
+    )
     parser.add_argument("--actions", action="store_true", help=text)
     text = (
         "file of mode 0600 with a password, which may be used as often as you like, unlike the link"
@@ -39,20 +41,24 @@ def add_parser(commands: Any) -> None:
         "--tls-cert", metavar="FILE", help="certificate (PEM), to listen beyond loopback"
     )
     parser.add_argument("--tls-key", metavar="FILE", help="its private key")
-    text = "name under which browsers reach it, as in the certificate, instead of the random one; may be repeated"
+    text = (
+        "name under which browsers reach it, as in the certificate, instead of the random "
+        "one; may be repeated"
+    )
     parser.add_argument("--host-name", action="append", metavar="NAME", help=text)
     logs.add_options(parser)
-    parser.set_defaults(run=_console)
+    parser.set_defaults(run=_run_console)
 
 
-def _console(options: argparse.Namespace) -> int:
+def _run_console(options: argparse.Namespace) -> int:
     async def body(stop: Stop) -> int:
         from rlearner.console.server import serve_console
 
         logs.apply(options)
         for name in ("uvicorn", "uvicorn.error", "nicegui", "httpx"):
             logging.getLogger(name).setLevel("WARNING")
-        logging.getLogger("broker.nats").setLevel("ERROR")  # pages say which broker does not answer
+        # Pages say which broker does not answer.
+        logging.getLogger("broker.nats").setLevel("ERROR")
         return await serve_console(options, stop)
 
     return main("operator", body)

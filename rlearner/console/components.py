@@ -23,9 +23,9 @@ class Chart(Element, component="web/chart.js"):
         super().__init__()
         self._props |= {"title": title, "series": series, "events": events, **more}
 
-    def tell_all(self, kind: str, what: Any) -> None:
+    def tell_all(self, kind: str, marks: Any) -> None:
         """Give every chart of the page all ``marks``, in one message."""
-        self.run_method("tell", kind, what)
+        self.run_method("tell", kind, marks)
 
 
 class Grid(Element, component="web/grid.js"):

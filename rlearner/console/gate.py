@@ -1,6 +1,4 @@
-"""Lets only logged-in browsers through to the pages, and sets the headers that keep other sites'
-code away.
-"""
+"""Lets only logged-in browsers through, and sets headers that keep other sites' code away."""
 
 from __future__ import annotations
 
@@ -42,15 +40,15 @@ HEADERS: Final = {
 
 
 def policy(nonce: str = "") -> str:
-    """Return the Content-Security-Policy: only this server's files, and of inline scripts only the
-    page's own.
+    """Return the Content-Security-Policy: this server's files, and the page's own scripts.
 
     ``unsafe-eval`` is for Vue's templates and NiceGUI's messages, both ours; markup from a run
     cannot reach it, as inline handlers and scripts without the nonce do not run.
     """
     inline = f" 'nonce-{nonce}'" if nonce else ""
     return (
-        f"{STRICT}; script-src 'self'{inline} 'unsafe-eval'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+        f"{STRICT}; script-src 'self'{inline} 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
+        "img-src 'self' data:; "
         "font-src 'self'; connect-src 'self'; manifest-src 'self'"
     )
 
@@ -103,7 +101,10 @@ class ConsoleGate:
         """Return why a request is not from a page of this console, empty if it may be."""
         host = headers.get("host", "")
         if not is_known_host(host, self._names):
-            return "this console answers only under the name in its link; rlearner console --host-name adds another"
+            return (
+                "this console answers only under the name in its link; rlearner console "
+                "--host-name adds another"
+            )
         if scope["type"] == "websocket" or scope["method"] not in ("GET", "HEAD"):
             scheme = "https" if self._secure else "http"
             if not is_same_origin(headers.get("origin", ""), scheme, host):
@@ -200,7 +201,8 @@ class ConsoleGate:
     def _page(self, target: str, problem: str) -> bytes:
         secret_kind = "password" if self._access.password is not None else "token"
         text = (
-            "The console prints a link on its terminal; it works once, and the next one is printed when it was used. "
+            "The console prints a link on its terminal; it works once, and the next one is "
+            "printed when it was used. "
             + (
                 "Or log in with the password of its file."
                 if secret_kind == "password"
@@ -210,13 +212,18 @@ class ConsoleGate:
         notice = (
             f'<div class="banner bad" role="alert">{html.escape(problem)}</div>' if problem else ""
         )
-        page = f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Log in to rlearner</title>
-<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="stylesheet" href="/assets/console.css">
-<script src="/assets/console.js"></script></head><body><main class="main" style="max-width:430px;padding-top:12vh">
+        page = f"""<!doctype html><html lang="en"><head><meta charset="utf-8">
+<title>Log in to rlearner</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<link rel="stylesheet" href="/assets/console.css">
+<script src="/assets/console.js"></script></head>
+<body><main class="main" style="max-width:430px;padding-top:12vh">
 <h1>rlearner console</h1><p class="dim">{text}</p>{notice}
-<form class="panel" method="post" action="/login"><input type="hidden" name="next" value="{html.escape(target)}">
+<form class="panel" method="post" action="/login">
+<input type="hidden" name="next" value="{html.escape(target)}">
 <div class="form" style="margin:0"><label class="wide">{secret_kind}
-<input class="in" name="secret" type="password" autocomplete="current-password" required autofocus></label>
+<input class="in" name="secret" type="password" autocomplete="current-password"
+ required autofocus></label>
 <button class="btn primary" type="submit">Log in</button></div></form></main></body></html>"""
         return page.encode()
 
@@ -302,16 +309,24 @@ async def body(receive: Receive, most: int) -> bytes:
 
 
 async def respond(
-    send: Send, status: int, content: bytes | str, kind: str, more: list[tuple[str, str]] | None = None, *,
+    send: Send,
+    status: int,
+    content: bytes | str,
+    kind: str,
+    more: list[tuple[str, str]] | None = None,
+    *,
     cache: str = "no-store",
-) -> None:  # fmt: skip
+) -> None:
     """Send a whole response of the gate itself."""
     data = content.encode() if isinstance(content, str) else content
     style = "; style-src 'self' 'unsafe-inline'; script-src 'self'"
     headers = {
-        **HEADERS, "content-type": f"{kind}; charset=utf-8", "content-length": str(len(data)), "cache-control": cache,
+        **HEADERS,
+        "content-type": f"{kind}; charset=utf-8",
+        "content-length": str(len(data)),
+        "cache-control": cache,
         "content-security-policy": STRICT + style,
-    }  # fmt: skip
+    }
     pairs = [(name.encode(), value.encode()) for name, value in [*headers.items(), *(more or [])]]
     await send({"type": "http.response.start", "status": status, "headers": pairs})
     await send({"type": "http.response.body", "body": data})

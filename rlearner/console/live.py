@@ -1,6 +1,4 @@
-"""What the broker says about a run now: its processes, queues, desired state; read only while a
-page shows it.
-"""
+"""What the broker says about a run: processes, queues, desired state; read for open pages."""
 
 from __future__ import annotations
 
@@ -68,25 +66,27 @@ class LiveRun:
     """Reader of one run's broker, connected while somebody listens.
 
     Args:
-        named: the broker's address, if the operator named one.
+        broker_url: the broker's address, if the operator named one.
         spans: receives the metrics of every process.
     """
 
-    def __init__(self, run: str, folder: Path, named: str | None, spans: LiveSpans) -> None:
+    def __init__(self, run: str, folder: Path, broker_url: str | None, spans: LiveSpans) -> None:
         self.run = run
         self.folder = folder
-        self._named = named
+        self._broker_url = broker_url
         self._spans = spans
         self._is_kept = False
         self._looked_at = -LOOK_S
         self.view = BrokerView()
         self._url = ""  # of the broker that was tried last
         self.bus: Bus | None = None  # while connected
-        self._listeners: dict[Callable[[], None], bool] = {}  # whether each one shows queues
+        # Whether each one shows queues.
+        self._listeners: dict[Callable[[], None], bool] = {}
         self._heard: dict[str, float] = {}  # when, by ``role.id``
         self._task: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
-        self._settled = asyncio.Event()  # connected, or known why not
+        # Connected, or known why not.
+        self._settled = asyncio.Event()
 
     def listen(self, listener: Callable[[], None], *, queues: bool = False) -> Callable[[], None]:
         """Call ``listener`` after changes, at most once a second; return what ends that.
@@ -112,7 +112,6 @@ class LiveRun:
         self.listen(lambda: None)()
 
     async def close(self) -> None:
-        """Disconnect."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -123,7 +122,8 @@ class LiveRun:
         Raises:
             UserError: if there is none.
         """
-        self.listen(lambda: None)()  # connects, and stays so for a while
+        # Connects, and stays so for a while.
+        self.listen(lambda: None)()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(2 * CONNECT_S + 1):
                 await self._settled.wait()
@@ -139,7 +139,8 @@ class LiveRun:
                 await self._follow()
                 if not self._listeners:
                     return
-                left_at = None  # a page came while the connection was closed
+                # A page came while the connection was closed.
+                left_at = None
                 continue
             except (RlearnerError, ApiError, Disconnected, OSError) as error:
                 self._say(" ".join(str(error).split()))
@@ -193,13 +194,14 @@ class LiveRun:
             await bus.close()
 
     async def _address(self) -> str:
-        return await asyncio.to_thread(broker_address, self._named, self.folder)
+        return await asyncio.to_thread(broker_address, self._broker_url, self.folder)
 
     async def _has_moved(self) -> bool:
         """Return whether the run has another broker than the one that was tried last."""
         try:
             return await self._address() != self._url
-        except (RlearnerError, OSError, ValueError):  # the next attempt to connect says why
+        except (RlearnerError, OSError, ValueError):
+            # The next attempt to connect says why.
             return False
 
     async def _look_while_heard(
@@ -211,7 +213,8 @@ class LiveRun:
             UserError: if the broker is gone and the run has another one, as after a resume.
         """
         clock = asyncio.get_running_loop().time
-        self._looked_at, left_at = -LOOK_S, clock()
+        self._looked_at = -LOOK_S
+        left_at = clock()
         while True:
             now = clock()
             if self._listeners:
@@ -251,7 +254,7 @@ class LiveRun:
             view.reason = desired[0].reason
         if any(self._listeners.values()):
             for stream in QUEUES:
-                view.queues[stream.name] = await _depth(bus, stream)
+                view.queues[stream.name] = await _stream_depth(bus, stream)
         self._changed.set()
 
     async def _hear(self, bus: Bus) -> None:
@@ -259,11 +262,12 @@ class LiveRun:
         async for metrics in watch_metrics(bus):
             key = f"{metrics.role}.{metrics.id}"
             self._spans.add(metrics)
-            self.view.metrics[key], self._heard[key] = metrics, clock()
+            self.view.metrics[key] = metrics
+            self._heard[key] = clock()
             self._changed.set()
 
     def _forget_silent(self, present: set[str], now: float) -> None:
-        """Forget the metrics of processes that are gone, which would be shown as the present ones."""
+        """Forget the metrics of processes that are gone, so that pages do not show them."""
         for key in [
             key
             for key in self.view.metrics
@@ -276,11 +280,12 @@ class LiveRun:
         for listener in list(self._listeners):
             try:
                 listener()
-            except Exception:  # a page that is gone must not end the others
+            except Exception:
+                # A page that is gone must not end the others.
                 log.exception("page of run %s", self.run)
 
 
-async def _depth(bus: Bus, stream: Stream) -> dict[str, int]:
+async def _stream_depth(bus: Bus, stream: Stream) -> dict[str, int]:
     try:
         return await bus.depth(stream)
     except (ApiError, NoStream):

@@ -43,11 +43,11 @@ async def serve_console(options: argparse.Namespace, stop: Stop) -> int:
     Raises:
         UserError: if there is no such run, the port is in use, or the options do not go together.
     """
-    root, start = _place(options)
+    root, start = _find_place(options)
     for name in options.host_name or []:
         check_host_name(name)
     password = read_password(Path(options.password_file)) if options.password_file else None
-    tls = _tls(options)
+    tls = _tls_context(options)
     try:
         from rlearner.console.app import make_app
         from rlearner.console.state import ConsoleState
@@ -59,22 +59,22 @@ async def serve_console(options: argparse.Namespace, stop: Stop) -> int:
     with contextlib.closing(listener):
         port = listener.getsockname()[1]
         scheme = "https" if tls else "http"
-        names, host = _names(options, has_tls=bool(tls))
-        address = f"{scheme}://{_bracketed(host)}:{port}"
+        names, host = _host_names(options, has_tls=bool(tls))
+        address = f"{scheme}://{_bracket_host(host)}:{port}"
         state = ConsoleState(root, options.broker, options.actions)
         if start:
             state.run(start, keep=True)
         target = f"/run/{start}" if start else "/"
-        with _links(address, target, port) as on_token:
+        with _login_links(address, target, port) as on_token:
             access = ConsoleAccess(password, on_token)
             gate = ConsoleGate(
                 make_app(state), access, names, f"rlearner_console_{port}", secure=bool(tls)
             )
-            print(f"console of {root} at {address}, {_rights(options)}", flush=True)
+            print(f"console of {root} at {address}, {_describe_rights(options)}", flush=True)
             access.new_link()
             tidy = asyncio.create_task(state.tidy())
             try:
-                await _serve(gate, listener, tls, stop)
+                await _serve_console(gate, listener, tls, stop)
             finally:
                 tidy.cancel()
                 await asyncio.gather(tidy, return_exceptions=True)
@@ -82,15 +82,13 @@ async def serve_console(options: argparse.Namespace, stop: Stop) -> int:
     return 0
 
 
-def _rights(options: argparse.Namespace) -> str:
-    return (
-        "with operator's actions"
-        if options.actions
-        else "read-only; --actions allows to pause, stop and the like"
-    )
+def _describe_rights(options: argparse.Namespace) -> str:
+    if options.actions:
+        return "with operator's actions"
+    return "read-only; --actions allows to pause, stop and the like"
 
 
-def _place(options: argparse.Namespace) -> tuple[Path, str]:
+def _find_place(options: argparse.Namespace) -> tuple[Path, str]:
     """Return the folder of the runs, and the name of the run to begin with.
 
     Raises:
@@ -145,7 +143,7 @@ def check_host_name(name: str) -> None:
         raise ConfigError("--host-name", name, "a host name or an address, without scheme and port")
 
 
-def _tls(options: argparse.Namespace) -> dict[str, Any]:
+def _tls_context(options: argparse.Namespace) -> dict[str, Any]:
     """Return the options of the server for TLS, empty without.
 
     Raises:
@@ -170,7 +168,7 @@ def _is_any(bind: str) -> bool:
     return bind in ("0.0.0.0", "::", "")
 
 
-def _names(options: argparse.Namespace, *, has_tls: bool) -> tuple[set[str], str]:
+def _host_names(options: argparse.Namespace, *, has_tls: bool) -> tuple[set[str], str]:
     """Return the names under which the console answers, and the one in its address.
 
     A browser sends a cookie to all ports of a host name. On loopback these may be programs of other
@@ -186,7 +184,7 @@ def _names(options: argparse.Namespace, *, has_tls: bool) -> tuple[set[str], str
     return {*LOOPBACK_NAMES, *hosts, *own}, hosts[0] if hosts else host
 
 
-def _bracketed(name: str) -> str:
+def _bracket_host(name: str) -> str:
     return f"[{name}]" if ":" in name else name
 
 
@@ -213,10 +211,8 @@ def open_port(bind: str, port: int) -> socket.socket:
 
 
 @contextmanager
-def _links(address: str, target: str, port: int) -> Iterator[Any]:
-    """Yield what tells the operator each new link: on the terminal, else in a private file, never
-    in a log.
-    """
+def _login_links(address: str, target: str, port: int) -> Iterator[Any]:
+    """Yield what passes a new link to the operator: terminal or private file, never a log."""
     if sys.stdout.isatty():
 
         def say(token: str) -> None:
@@ -239,16 +235,14 @@ def _links(address: str, target: str, port: int) -> Iterator[Any]:
         file.unlink(missing_ok=True)
 
 
-async def _serve(
+async def _serve_console(
     gate: ConsoleGate, listener: socket.socket, tls: dict[str, Any], stop: Stop
 ) -> None:
     import uvicorn
     from starlette.middleware.gzip import GZipMiddleware
 
     class Server(uvicorn.Server):
-        """Server whose signals are handled by the process, not by uvicorn, and which does not poll
-        for them.
-        """
+        """Server without uvicorn's own handling of signals and its polling for them."""
 
         @contextmanager
         def capture_signals(self) -> Iterator[None]:
@@ -259,7 +253,16 @@ async def _serve(
 
     compressed = GZipMiddleware(gate, minimum_size=COMPRESSED_FROM, compresslevel=COMPRESSION)
     config = uvicorn.Config(
-        compressed, log_config=None, access_log=False, ws="websockets-sansio", lifespan="on", server_header=False,
-        date_header=False, ws_per_message_deflate=False, timeout_graceful_shutdown=GRACE_S, proxy_headers=False, **tls,
-    )  # fmt: skip
+        compressed,
+        log_config=None,
+        access_log=False,
+        ws="websockets-sansio",
+        lifespan="on",
+        server_header=False,
+        date_header=False,
+        ws_per_message_deflate=False,
+        timeout_graceful_shutdown=GRACE_S,
+        proxy_headers=False,
+        **tls,
+    )
     await Server(config).serve(sockets=[listener])

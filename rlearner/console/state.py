@@ -1,6 +1,4 @@
-"""The runs that the console shows, each with its index and its broker, opened while a page needs
-them.
-"""
+"""The runs that the console shows, each with its index and broker while a page is open."""
 
 from __future__ import annotations
 
@@ -24,7 +22,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 NAME_BYTES: Final = 255  # of a folder
-IDLE_S: Final = 120.0  # without a page, after which a run's index is no longer followed
+# Without a page, after which a run's index is no longer followed.
+IDLE_S: Final = 120.0
 MAX_ANSWERS: Final = 32  # that are remembered of a run
 
 
@@ -71,7 +70,8 @@ class ConsoleRun:
         """Return a question that is answered again only when the index has new rows."""
 
         def answer() -> T:
-            answers = self._answers  # when rows come, others are begun
+            # When rows come, others are begun.
+            answers = self._answers
             if key not in answers:
                 if len(answers) >= MAX_ANSWERS:
                     answers.clear()
@@ -89,7 +89,6 @@ class ConsoleRun:
         )
 
     async def close(self) -> None:
-        """Stop following."""
         await asyncio.to_thread(self.follower.close)
         await self.live.close()
 
@@ -103,7 +102,8 @@ class ConsoleRun:
         for listener in list(self._listeners):
             try:
                 listener()
-            except Exception:  # a page that is gone must not end the others
+            except Exception:
+                # A page that is gone must not end the others.
                 log.exception("page of run %s", self.name)
 
 
@@ -143,7 +143,8 @@ class ConsoleState:
             place = find_run(name, str(self.root)) if run is None else None
             if place is None or place.folder.parent != self.root.absolute():
                 if run is not None:
-                    return run  # its pages say that the folder is gone
+                    # Its pages say that the folder is gone.
+                    return run
                 raise UserError(f"no run {name!r} below {self.root}")
             run = self._runs[name] = ConsoleRun(place, self.broker, is_kept=keep)
         run.used_at = asyncio.get_running_loop().time()
@@ -157,5 +158,4 @@ class ConsoleState:
                 await self._runs.pop(name).close()
 
     async def close(self) -> None:
-        """Close all runs."""
         await asyncio.gather(self.list.close(), *(run.close() for run in self._runs.values()))

@@ -71,4 +71,4 @@ def run_eval(arguments: argparse.Namespace) -> int:
             as_json=arguments.json,
         )
 
-    return main("eval", body, stopped=EXIT_STOPPED)
+    return main("eval", body, stopped_code=EXIT_STOPPED)

@@ -37,4 +37,4 @@ def run(options: argparse.Namespace) -> int:
 
         await export(options, stop)
 
-    return main("exporter", body, stopped=EXIT_STOPPED)
+    return main("exporter", body, stopped_code=EXIT_STOPPED)

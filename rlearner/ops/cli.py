@@ -252,4 +252,4 @@ def _run_operation(body: str, options: argparse.Namespace) -> int:
         operation: Body = getattr(import_module(f"rlearner.ops.{module}"), attribute)
         return await unless_stopped(stop, operation(options))
 
-    return main("operator", work, stopped=EXIT_STOPPED)
+    return main("operator", work, stopped_code=EXIT_STOPPED)

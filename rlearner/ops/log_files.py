@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import BinaryIO, Final
 
-from broker.system.log_rotation import KEPT
+from broker.system.log_rotation import MAX_OLD_FILES
 
 LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _LINE: Final = re.compile(
@@ -182,7 +182,7 @@ class LogFile:
 
     def _rotated(self) -> list[Path]:
         """Return the paths of older files, oldest first."""
-        return [Path(f"{self.path}.{number}") for number in range(KEPT, 0, -1)]
+        return [Path(f"{self.path}.{number}") for number in range(MAX_OLD_FILES, 0, -1)]
 
     def _new_lines(self) -> list[str]:
         lines = self._drain()

@@ -15,7 +15,7 @@ from rlearner_text.openai.request_bodies import ChatBody
 from rlearner_text.tokenizer import Tokenizer
 from rlearner_text.tool_calls import ToolSyntax
 
-_NAMED: Final = {"properties", "$defs", "definitions"}  # schemas by name
+_BY_NAME: Final = {"properties", "$defs", "definitions"}  # schemas by name
 _LISTED: Final = {"items", "prefixItems", "anyOf", "oneOf", "additionalProperties"}
 # Next to one of these, ``properties`` is not the whole schema.
 _OPEN: Final = {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
@@ -33,7 +33,7 @@ def guides_of(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
     """
     param = "tools" if body.forced else "response_format"
     try:
-        guides = _forms(body, tokenizer)
+        guides = _build_guides(body, tokenizer)
     except RecursionError:
         raise HttpError(400, f"{param}: its schema is nested too deeply", param=param) from None
     if guides:
@@ -42,12 +42,13 @@ def guides_of(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
                 len(guide.schema) + len(guide.before) + len(guide.after) for guide in guides
             )
         ) > MAX_GUIDE_CHARS:
-            message = (
-                f"{param}: schemas of {size} characters are not allowed; at most {MAX_GUIDE_CHARS}"
+            raise HttpError(
+                400,
+                f"{param}: schemas of {size} characters are not allowed; at most {MAX_GUIDE_CHARS}",
+                param=param,
             )
-            raise HttpError(400, message, param=param)
         try:
-            _guides(tokenizer).check(guides)
+            _compiler_for(tokenizer).check(guides)
         except GuideError as error:
             raise HttpError(
                 400, f"{param}: its schema cannot be compiled to a grammar: {error}", param=param
@@ -55,20 +56,19 @@ def guides_of(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
     return guides
 
 
-def _forms(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
+def _build_guides(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
     if body.forced:
-        return _calls(body, tokenizer)
+        return _call_guides(body, tokenizer)
     if (schema := body.response_format.wanted) is None:
         return []
     return [
         wire.Guide(schema=json.dumps(close_objects(schema))),
-        *(_calls(body, tokenizer) if body.offered else []),
+        *(_call_guides(body, tokenizer) if body.offered else []),
     ]
 
 
 def close_objects(schema: Any) -> Any:
-    """Return a schema whose objects with named properties have no others, unless it allows them
-    explicitly.
+    """Return a schema whose objects have no other properties, unless it allows them explicitly.
 
     JSON Schema allows additional properties by default, and a policy that has not learned to end an
     object would keep adding them.
@@ -76,7 +76,7 @@ def close_objects(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     closed = dict(schema)
-    for key in _NAMED & schema.keys():
+    for key in _BY_NAME & schema.keys():
         if isinstance(schema[key], dict):
             closed[key] = {
                 name: close_objects(subschema) for name, subschema in schema[key].items()
@@ -88,25 +88,23 @@ def close_objects(schema: Any) -> Any:
             if isinstance(inner, list)
             else close_objects(inner)
         )
-    return (
-        closed
-        if "properties" not in schema or _OPEN & schema.keys()
-        else closed | {"additionalProperties": False}
-    )
+    if "properties" in schema and not _OPEN & schema.keys():
+        closed["additionalProperties"] = False
+    return closed
 
 
 @lru_cache(maxsize=8)
-def _guides(tokenizer: Tokenizer) -> GuideCompiler:
+def _compiler_for(tokenizer: Tokenizer) -> GuideCompiler:
     return GuideCompiler(tokenizer)
 
 
-def _calls(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
+def _call_guides(body: ChatBody, tokenizer: Tokenizer) -> list[wire.Guide]:
     """Return guides for one call of any callable tool."""
     syntax = tool_calls.tool_syntax(tokenizer)
-    return [_call(tool["function"], syntax) for tool in body.callable_tools]
+    return [_call_schema(tool["function"], syntax) for tool in body.callable_tools]
 
 
-def _call(function: dict[str, Any], syntax: ToolSyntax) -> wire.Guide:
+def _call_schema(function: dict[str, Any], syntax: ToolSyntax) -> wire.Guide:
     parameters = function.get("parameters") or {"type": "object", "properties": {}}
     properties = {syntax.name_key: {"const": function["name"]}, syntax.arguments_key: parameters}
     schema = {

@@ -12,7 +12,7 @@ MOST_BYTES: Final = 32 << 20
 
 
 class AnswerStore:
-    """Earlier answers of one endpoint; evicts the oldest when their requests exceed ``most_bytes``."""
+    """Earlier answers of one endpoint; evicts the oldest beyond ``most_bytes`` of requests."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most = most_bytes
@@ -23,9 +23,7 @@ class AnswerStore:
     def add(
         self, response_id: str, items: Sequence[Item], output: Sequence[Item], size: int
     ) -> None:
-        """Store the whole input and the items of its answer, each with its id; ``size``: bytes of
-        the request.
-        """
+        """Store the whole input and the answer's items by id; ``size``: bytes of the request."""
         ids = [str(item["id"]) for item in output]
         self._conversations[response_id] = ([*items, *output], ids, size)
         self._items |= dict(zip(ids, output, strict=True))

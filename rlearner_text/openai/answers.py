@@ -99,7 +99,7 @@ class AnswerWriter:
         return self._text(ids, reason), []
 
     def _text(self, ids: Sequence[int], reason: wire.FinishReason) -> str:
-        """Return the answer without the token or string that ended it, and without special tokens."""
+        """Return the answer without special tokens and without what ended it."""
         ends = {*self._body.stop_token_ids, *self._tokenizer.eos_token_ids}
         if reason == "stop" and ids and ids[-1] in ends:
             ids = ids[:-1]
@@ -127,10 +127,11 @@ class AnswerWriter:
         tokens = [self._token(token_id) for token_id in ids]
         if self._chat:
             content = [
-                _entry(token, logprob)
+                _logprob_entry(token, logprob)
                 | {
                     "top_logprobs": [
-                        _entry(self._token(token_id), value) for token_id, value in likeliest
+                        _logprob_entry(self._token(token_id), value)
+                        for token_id, value in likeliest
                     ]
                 }
                 for token, logprob, likeliest in itertools.zip_longest(
@@ -178,12 +179,10 @@ def newest(choices: Sequence[AnswerChoice]) -> int:
     return max(choice.reply.policy_version for choice in choices)
 
 
-def _entry(token: str, logprob: float) -> dict[str, Any]:
-    return {"token": token, "logprob": logprob, "bytes": _bytes(token)}
+def _logprob_entry(token: str, logprob: float) -> dict[str, Any]:
+    return {"token": token, "logprob": logprob, "bytes": _utf8_bytes(token)}
 
 
-def _bytes(token: str) -> list[int] | None:
-    """Return the UTF-8 of a token; None for an incomplete character, which decodes to a
-    replacement.
-    """
+def _utf8_bytes(token: str) -> list[int] | None:
+    """Return the UTF-8 of a token; None for an incomplete character."""
     return None if "\ufffd" in token else list(token.encode())

@@ -18,10 +18,10 @@ from rlearner_text.tokenizer import CHARS_PER_TOKEN, Tokenizer
 
 
 class GenerateHandler(Protocol):
-    """Samples one choice, and streams it to a tap if the engine can."""
+    """Samples one choice, and streams it to a listener if the engine can."""
 
     def __call__(
-        self, request: wire.GenerateRequest, tap: TokenListener | None = None, /
+        self, request: wire.GenerateRequest, listener: TokenListener | None = None, /
     ) -> Awaitable[wire.GenerateReply]: ...
 
 
@@ -52,11 +52,11 @@ class ApiBackend(Protocol):
     """Answers the requests with one API key.
 
     Attributes:
-        kept: earlier answers that later requests may reference.
+        answer_store: earlier answers that later requests may reference.
     """
 
-    served: ServedModel
-    kept: AnswerStore
+    served_model: ServedModel
+    answer_store: AnswerStore
 
     async def prompts(self, body: GenerationBody) -> list[Sequence[int]]:
         """Return the token ids of each prompt of a request.
@@ -67,7 +67,7 @@ class ApiBackend(Protocol):
         ...
 
     async def handle(
-        self, ask: wire.GenerateRequest, tap: TokenListener | None = None, /
+        self, ask: wire.GenerateRequest, listener: TokenListener | None = None, /
     ) -> wire.GenerateReply:
         """Sample one choice; see ``GenerateHandler``.
 
@@ -103,28 +103,36 @@ def refuse_overlong(tokenizer: Tokenizer, text: str, max_context_tokens: int, pa
         HttpError: if it certainly has more than the context.
     """
     if tokenizer.exceeds(text, max_context_tokens):
-        message = f"the prompt has more than {max_context_tokens} tokens"
-        raise HttpError(400, message, param=param, code="context_length_exceeded")
+        raise HttpError(
+            400,
+            f"the prompt has more than {max_context_tokens} tokens",
+            param=param,
+            code="context_length_exceeded",
+        )
 
 
 class SingleKeyBackend:
     """Renders prompts with the model's own chat template and answers with one engine."""
 
     def __init__(
-        self, handle: GenerateHandler, tokenizer: Tokenizer, served: ServedModel, kept: AnswerStore
+        self,
+        handle: GenerateHandler,
+        tokenizer: Tokenizer,
+        served_model: ServedModel,
+        answer_store: AnswerStore,
     ) -> None:
         self._handle = handle
-        self.served = served
+        self.served_model = served_model
         self._tokenizer = tokenizer
-        self.kept = kept
+        self.answer_store = answer_store
 
     async def handle(
-        self, ask: wire.GenerateRequest, tap: TokenListener | None = None, /
+        self, ask: wire.GenerateRequest, listener: TokenListener | None = None, /
     ) -> wire.GenerateReply:
-        return await self._handle(ask, tap)
+        return await self._handle(ask, listener)
 
     async def prompts(self, body: GenerationBody) -> list[Sequence[int]]:
-        refuse_long(body, self.served.max_context_tokens)
+        refuse_long(body, self.served_model.max_context_tokens)
         if isinstance(body, ChatBody):
             try:
                 return [await asyncio.to_thread(self._encoded, body)]
@@ -145,5 +153,5 @@ class SingleKeyBackend:
         return self._encoded_text(self._tokenizer.render_chat(messages, tools=tools), "messages")
 
     def _encoded_text(self, text: str, param: str) -> list[int]:
-        refuse_overlong(self._tokenizer, text, self.served.max_context_tokens, param)
+        refuse_overlong(self._tokenizer, text, self.served_model.max_context_tokens, param)
         return self._tokenizer.encode(text)

@@ -72,9 +72,8 @@ class Call:
         self.output_tokens = output_tokens
 
 
-class KeyDesk:
-    """Finds the caller of a request among the key without name and the named ones; one model and
-    engine for all.
+class CallerDirectory:
+    """Finds the caller of a request by its key: the one without name, or a named one.
 
     Earlier answers, which the Responses API refers to, are kept apart for each key.
     """
@@ -83,17 +82,17 @@ class KeyDesk:
         self,
         handle: GenerateHandler,
         tokenizer: Tokenizer,
-        served: ServedModel,
+        served_model: ServedModel,
         key: str,
-        named: KeyStore | None,
+        key_store: KeyStore | None,
     ) -> None:
-        self._made: Callable[[int], SingleKeyBackend] = lambda most_bytes: SingleKeyBackend(
-            handle, tokenizer, served, AnswerStore(most_bytes)
+        self._create_backend: Callable[[int], SingleKeyBackend] = lambda most_bytes: (
+            SingleKeyBackend(handle, tokenizer, served_model, AnswerStore(most_bytes))
         )
-        self._key, self._default = key, Caller(DEFAULT, self._made(MOST_BYTES))
-        self._live = None if named is None else LiveKeys(named)
+        self._key, self._default = key, Caller(DEFAULT, self._create_backend(MOST_BYTES))
+        self._live = None if key_store is None else LiveKeys(key_store)
         self._callers: dict[str, Caller] = {}  # by the hash of the key
-        self._seen = 0
+        self._num_changes = 0
 
     def find(self, header: str | None) -> Caller | None:
         """Return who sent an Authorization header; None if the key is missing or wrong.
@@ -106,8 +105,8 @@ class KeyDesk:
         if self._live is None or (token := api_keys.bearer(header)) is None:
             return None
         key = self._live.find(token)
-        if self._live.changes != self._seen:
-            self._seen = self._live.changes
+        if self._live.changes != self._num_changes:
+            self._num_changes = self._live.changes
             live_digests = set(self._live.keys)
             self._callers = {
                 d: caller
@@ -123,6 +122,6 @@ class KeyDesk:
             )
         if key.sha256 not in self._callers:
             self._callers[key.sha256] = Caller(
-                key.name, self._made(KEPT_BYTES), KeyUsage(key, time.monotonic())
+                key.name, self._create_backend(KEPT_BYTES), KeyUsage(key, time.monotonic())
             )
         return self._callers[key.sha256]

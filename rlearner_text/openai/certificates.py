@@ -18,8 +18,7 @@ _REASONS: Final = {"KEY_VALUES_MISMATCH": "the key belongs to another certificat
 
 
 def server_tls(cert: str, key: str, *, cert_name: str, key_name: str) -> ssl.SSLContext:
-    """Return TLS 1.2 or newer for a server by its certificate, or chain of certificates, and key in
-    PEM.
+    """Return a server's TLS 1.2 or newer from certificate, or chain, and key in PEM.
 
     Args:
         cert_name: the setting that names the certificate, for errors.
@@ -40,10 +39,11 @@ def server_tls(cert: str, key: str, *, cert_name: str, key_name: str) -> ssl.SSL
         reason = (
             error.reason or "not in PEM" if isinstance(error, ssl.SSLError) else str(error.strerror)
         )
-        allowed = (
-            f"a certificate in PEM that fits {key_name} {key!r} ({_REASONS.get(reason, reason)})"
-        )
-        raise ConfigError(cert_name, cert, allowed) from None
+        raise ConfigError(
+            cert_name,
+            cert,
+            f"a certificate in PEM that fits {key_name} {key!r} ({_REASONS.get(reason, reason)})",
+        ) from None
     _check_private(key, key_name)
     _check_valid(cert, cert_name)
     return context

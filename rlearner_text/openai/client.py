@@ -108,10 +108,9 @@ class EndpointClient:
                     method, url, json=body, allow_redirects=False
                 ) as response:
                     if response.status == 200:
-                        return _object(await _read(response))
-                    problem = (
-                        f"{response.status}: {self._without_key(_message(await _read(response)))}"
-                    )
+                        return _parse_object(await _read_body(response))
+                    message = self._without_key(_error_message(await _read_body(response)))
+                    problem = f"{response.status}: {message}"
                     if response.status not in RETRY_STATUSES:
                         raise EndpointError(response.status, problem.partition(": ")[2])
                     headers = response.headers
@@ -128,16 +127,16 @@ class EndpointClient:
         return text.replace(self._key, "***") if self._key else text
 
 
-async def _read(response: aiohttp.ClientResponse) -> bytes:
-    read = bytearray()
+async def _read_body(response: aiohttp.ClientResponse) -> bytes:
+    data = bytearray()
     async for piece in response.content.iter_any():
-        read += piece
-        if len(read) > MOST_BYTES:
+        data += piece
+        if len(data) > MOST_BYTES:
             raise ValueError(f"the answer is larger than {MOST_BYTES} bytes")
-    return bytes(read)
+    return bytes(data)
 
 
-def _object(raw: bytes) -> dict[str, Any]:
+def _parse_object(raw: bytes) -> dict[str, Any]:
     try:
         value = strict.parse_json(raw)
     except strict.BadJson as error:
@@ -147,10 +146,10 @@ def _object(raw: bytes) -> dict[str, Any]:
     return value
 
 
-def _message(raw: bytes) -> str:
+def _error_message(raw: bytes) -> str:
     """Return the message of an error body in one line."""
     try:
-        reply = _object(raw)
+        reply = _parse_object(raw)
     except ValueError:
         return " ".join(raw[:300].decode(errors="replace").split())
     error = reply.get("error", reply)

@@ -1,6 +1,4 @@
-"""Connection limits of the HTTP server: per peer, in total, and the time a request may take to
-arrive.
-"""
+"""Limits of the HTTP server's connections: per peer, in total, time for a request to arrive."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class AnswerFormat(Protocol):
 
 async def generate(
     request: web.Request,
-    desk: ApiBackend,
+    backend: ApiBackend,
     tokenizer: Tokenizer,
     body: GenerationBody,
     limit: int | None,
@@ -65,10 +65,11 @@ async def generate(
     """
     call = call_of(request)
     assert call is not None
-    _check_model(body, desk.served)
-    _check_top(body, desk.served)
+    _check_model(body, backend.served_model)
+    _check_top(body, backend.served_model)
     if isinstance(body, ChatBody) and body.offered:
-        tool_calls.tool_syntax(tokenizer)  # rejected before anything is sampled
+        # Rejected before anything is sampled.
+        tool_calls.tool_syntax(tokenizer)
     guides = (
         await asyncio.to_thread(guides_of, body, tokenizer) if isinstance(body, ChatBody) else []
     )
@@ -79,13 +80,15 @@ async def generate(
     ) is not None:
         allowed = f"token ids below {tokenizer.vocab_size}"
         raise HttpError(400, f"logit_bias: {odd} is not allowed; {allowed}", param="logit_bias")
-    prompts = await desk.prompts(body)
-    _check_prompts(body, prompts, desk.served)
+    prompts = await backend.prompts(body)
+    _check_prompts(body, prompts, backend.served_model)
     reply_id = secrets.token_hex(REPLY_ID_CHARS // 2)
-    most = min(limit or desk.served.max_context_tokens, desk.served.max_context_tokens)
-    conversation = _conversation(body) or reply_id
-    asks = [
-        _ask(
+    most = min(
+        limit or backend.served_model.max_context_tokens, backend.served_model.max_context_tokens
+    )
+    conversation = _conversation_id(body) or reply_id
+    requests = [
+        _build_request(
             body,
             prompts,
             index,
@@ -96,44 +99,48 @@ async def generate(
         )
         for index in range(len(prompts) * body.n)
     ]
-    news = asyncio.Event()
-    feeds = [TokenBuffer(news, body.wanted_top if desk.served.top_logprobs else 0) for _ in asks]
-    writer = form(AnswerWriter(body, tokenizer, desk.served.model, reply_id))
-    prompt_of_choice = [prompts[index // body.n] for index in range(len(asks))]
+    has_tokens = asyncio.Event()
+    feeds = [
+        TokenBuffer(has_tokens, body.wanted_top if backend.served_model.top_logprobs else 0)
+        for _ in requests
+    ]
+    writer = form(AnswerWriter(body, tokenizer, backend.served_model.model, reply_id))
+    prompt_of_choice = [prompts[index // body.n] for index in range(len(requests))]
     # tokens of each choice
-    room = [min(most, desk.served.max_context_tokens - len(prompt)) for prompt in prompt_of_choice]
+    room = [
+        min(most, backend.served_model.max_context_tokens - len(prompt))
+        for prompt in prompt_of_choice
+    ]
     call.reserve(sum(map(len, prompts)), sum(room))
     # A stream takes pieces from the feeds as they arrive; otherwise each task collects its own.
-    answer_one = _one if body.stream else _heard
+    answer_one = _sample_choice if body.stream else _sample_with_top
     tasks = [
-        asyncio.create_task(answer_one(desk, index, prompt_of_choice[index], ask, feeds[index]))
-        for index, ask in enumerate(asks)
+        asyncio.create_task(
+            answer_one(backend, index, prompt_of_choice[index], request_of_choice, feeds[index])
+        )
+        for index, request_of_choice in enumerate(requests)
     ]
     try:
         if body.stream:
             events = [writer.events(index, prompt) for index, prompt in enumerate(prompt_of_choice)]
-            return await EventStream(feeds, tasks, events, writer.ending, news).send(request)
+            return await EventStream(feeds, tasks, events, writer.ending, has_tokens).send(request)
         return web.json_response(writer.whole(await asyncio.gather(*tasks)))
     finally:  # if the client disconnects or one choice fails, cancel the others
         for task in tasks:
             task.cancel()
         replies = await asyncio.gather(*tasks, return_exceptions=True)
-        call.settle(sum(map(_sampled, replies, room)))
+        call.settle(sum(map(_count_sampled, replies, room)))
 
 
-def _sampled(reply: AnswerChoice | BaseException, room: int) -> int:
-    """Return the tokens that a choice counts for: all that were possible if its client did not wait
-    for it.
-    """
+def _count_sampled(reply: AnswerChoice | BaseException, room: int) -> int:
+    """Return the tokens that a choice counts for: all possible ones if its client left."""
     if isinstance(reply, asyncio.CancelledError):
         return room
     return 0 if isinstance(reply, BaseException) else len(reply.reply.token_ids.array())
 
 
-def _conversation(body: GenerationBody) -> str:
-    """Return the conversation id: an agent's calls share their messages up to the first user
-    message.
-    """
+def _conversation_id(body: GenerationBody) -> str:
+    """Return the conversation id: an agent's calls share messages up to the first user message."""
     if body.prompt_cache_key or not isinstance(body, ChatBody):
         return body.prompt_cache_key
     opening = next((n for n, message in enumerate(body.messages) if message.role == "user"), 0) + 1
@@ -142,35 +149,50 @@ def _conversation(body: GenerationBody) -> str:
     ).hexdigest()
 
 
-def _check_model(body: GenerationBody, served: ServedModel) -> None:
-    if not served.any_model and body.model not in (None, served.model, served.path):
-        message = f"there is no model {body.model!r}, only {served.model!r}"
-        raise HttpError(404, message, param="model", code="model_not_found")
+def _check_model(body: GenerationBody, served_model: ServedModel) -> None:
+    if not served_model.any_model and body.model not in (
+        None,
+        served_model.model,
+        served_model.path,
+    ):
+        raise HttpError(
+            404,
+            f"there is no model {body.model!r}, only {served_model.model!r}",
+            param="model",
+            code="model_not_found",
+        )
 
 
-def _check_top(body: GenerationBody, served: ServedModel) -> None:
-    """Check ``top_logprobs``; a completion's ``logprobs: 1`` only requests those of sampled tokens,
-    always known.
-    """
-    if not served.top_logprobs and body.wanted_top > (1 if isinstance(body, CompletionBody) else 0):
+def _check_top(body: GenerationBody, served_model: ServedModel) -> None:
+    """Check ``top_logprobs``; a completion's ``logprobs: 1`` asks for sampled tokens only."""
+    if not served_model.top_logprobs and body.wanted_top > (
+        1 if isinstance(body, CompletionBody) else 0
+    ):
         param = "top_logprobs" if isinstance(body, ChatBody) else "logprobs"
         reason = "its engine returns the logprobs of sampled tokens only"
-        message = f"{param}: {body.wanted_top} is not supported by this server; {reason}"
-        raise HttpError(400, message, param=param, code="unsupported_parameter")
+        raise HttpError(
+            400,
+            f"{param}: {body.wanted_top} is not supported by this server; {reason}",
+            param=param,
+            code="unsupported_parameter",
+        )
 
 
 def _check_prompts(
-    body: GenerationBody, prompts: Sequence[Sequence[int]], served: ServedModel
+    body: GenerationBody, prompts: Sequence[Sequence[int]], served_model: ServedModel
 ) -> None:
     if not prompts or not all(prompts):
         raise HttpError(400, "the prompt is empty", param="prompt")
-    if (longest := max(map(len, prompts))) >= served.max_context_tokens:
-        message = f"the prompt has {longest} tokens and leaves no room to generate in {served.max_context_tokens}"
+    if (longest := max(map(len, prompts))) >= served_model.max_context_tokens:
+        message = (
+            f"the prompt has {longest} tokens and leaves no room to generate in "
+            f"{served_model.max_context_tokens}"
+        )
         param = "messages" if isinstance(body, ChatBody) else "prompt"
         raise HttpError(400, message, param=param, code="context_length_exceeded")
 
 
-def _ask(
+def _build_request(
     body: GenerationBody,
     prompts: Sequence[Sequence[int]],
     index: int,
@@ -179,9 +201,7 @@ def _ask(
     conversation: str,
     guides: list[wire.Guide],
 ) -> wire.GenerateRequest:
-    """Return the request of one choice; the i-th of a prompt uses seed + i, or all would be the
-    same.
-    """
+    """Return the request of one choice; the i-th of a prompt uses seed + i, so they differ."""
     return wire.GenerateRequest(
         request_id=f"http.{reply_id}.{index}",
         conversation_id=f"{conversation}.{index}" if index else conversation,
@@ -206,22 +226,22 @@ def _ask(
     )
 
 
-async def _heard(
-    desk: ApiBackend,
+async def _sample_with_top(
+    backend: ApiBackend,
     index: int,
     prompt: Sequence[int],
     ask: wire.GenerateRequest,
     feed: TokenBuffer,
 ) -> AnswerChoice:
     """Sample one choice, with the likeliest tokens from its feed."""
-    if not feed.tap.top_logprobs:
-        return await _one(desk, index, prompt, ask)
-    choice = await _one(desk, index, prompt, ask, feed)
+    if not feed.listener.top_logprobs:
+        return await _sample_choice(backend, index, prompt, ask)
+    choice = await _sample_choice(backend, index, prompt, ask, feed)
     return replace(choice, top=[entry for piece in feed.take() for entry in piece.top])
 
 
-async def _one(
-    desk: ApiBackend,
+async def _sample_choice(
+    backend: ApiBackend,
     index: int,
     prompt: Sequence[int],
     ask: wire.GenerateRequest,
@@ -233,7 +253,7 @@ async def _one(
         HttpError: if it has no output. Partial output is an answer, marked by its finish_reason.
     """
     try:
-        reply = await desk.handle(ask, feed.tap if feed is not None else None)
+        reply = await backend.handle(ask, feed.listener if feed is not None else None)
     except HttpError:
         raise
     except Exception:
@@ -244,7 +264,8 @@ async def _one(
     if reply.finish_reason in ("abort", "deadline") and not reply.token_ids.data:
         if reply.finish_reason == "abort":
             raise HttpError(
-                503, f"the server is {desk.served.state()} and aborted the request; ask again"
+                503,
+                f"the server is {backend.served_model.state()} and aborted the request; ask again",
             )
         raise HttpError(
             504, f"nothing was sampled within deadline_s={ask.deadline_s:g}", param="deadline_s"

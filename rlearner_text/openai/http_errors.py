@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, Final
 
-ENGINE_FAILED: Final = "the engine failed"  # prefix of errors that are not the request's fault
+# Prefix of errors that are not the request's fault.
+ENGINE_FAILED: Final = "the engine failed"
 
 _TYPES: Final = {
     401: "authentication_error",
@@ -16,8 +17,7 @@ _TYPES: Final = {
 
 
 class HttpError(Exception):
-    """An error answer; ``param`` is the wrong field of the body, ``code`` is for programs
-    (``model_not_found``).
+    """An error answer; ``param``: the wrong field of the body, ``code``: for programs.
 
     ``retry_s``: after how many seconds to try again, None: not said.
     """

@@ -1,6 +1,4 @@
-"""Named API keys of a user on a machine: a private file that stores them hashed, with limits and
-expiry.
-"""
+"""Named API keys of a user on a machine, hashed in a private file, with limits and expiry."""
 
 from __future__ import annotations
 
@@ -28,7 +26,8 @@ from rlearner_text.openai.api_keys import key_file
 log = logging.getLogger(__name__)
 
 FILE: Final = "keys.json"
-DEFAULT: Final = "default"  # name of the key without name: RL_API_KEY, or the generated one
+# Name of the key without name: RL_API_KEY, or the generated one.
+DEFAULT: Final = "default"
 MOST_KEYS: Final = 256  # each is compared with every request
 MOST_BYTES: Final = 1 << 20
 LOCK_WITHIN_S: Final = 10.0
@@ -103,8 +102,7 @@ class KeyStore:
         tokens_per_minute: int,
         concurrent: int,
     ) -> tuple[str, NamedKey]:
-        """Make a key that servers accept at once; return it, which is stored nowhere, and its
-        entry.
+        """Make a key that servers accept at once; return it, which is not stored, and its entry.
 
         Raises:
             UserError: if the name is taken or not allowed, or the file cannot be used.
@@ -119,7 +117,7 @@ class KeyStore:
         expires_at = time.time() + expires_s
         key = NamedKey(
             name,
-            _hash(secret),
+            _hash_key(secret),
             expires_at,
             requests_per_minute=requests_per_minute,
             tokens_per_minute=tokens_per_minute,
@@ -149,7 +147,8 @@ class KeyStore:
             remaining = [key for key in keys if key.name != name]
             if len(remaining) == len(keys):
                 raise UserError(
-                    f"there is no API key {name!r}; there is {', '.join(k.name for k in keys) or 'none'}"
+                    f"there is no API key {name!r}; there is "
+                    f"{', '.join(k.name for k in keys) or 'none'}"
                 )
             self._write(remaining)
 
@@ -188,22 +187,22 @@ class LiveKeys:
         self._store = store
         self._stamp: tuple[int, ...] | None = None
         self.keys: list[NamedKey] = []
-        self.changes = 0  # how often the keys were read
+        # How often the keys were read.
+        self.changes = 0
 
     def find(self, token: str) -> NamedKey | None:
-        """Return the key with this secret, which may have expired, or None; compared in constant
-        time.
-        """
+        """Return the key with this secret, expired or not, or None; compared in constant time."""
         self._refresh()
-        digest = _hash(token)
+        digest = _hash_key(token)
         match = None
-        for key in self.keys:  # all of them, so that the time tells nothing
+        # All are compared, so that the time reveals nothing.
+        for key in self.keys:
             if hmac.compare_digest(digest, key.sha256):
                 match = key
         return match
 
     def _refresh(self) -> None:
-        stamp = _stamp(self._store.folder) + _stamp(self._store.file)
+        stamp = _file_stamp(self._store.folder) + _file_stamp(self._store.file)
         if stamp == self._stamp:
             return
         self._stamp = stamp
@@ -215,7 +214,7 @@ class LiveKeys:
             log.error("named API keys are refused: %s", error)
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
+def _file_stamp(path: Path) -> tuple[int, ...]:
     """Return what changes when a file is replaced, or its mode changes."""
     try:
         status = os.stat(path)
@@ -229,5 +228,5 @@ def _check_private(status: os.stat_result, path: Path, mode: str) -> None:
         raise UserError(f"{path} must belong to you alone; run chmod {mode} {path}")
 
 
-def _hash(secret: str) -> str:
+def _hash_key(secret: str) -> str:
     return hashlib.sha256(secret.encode(errors="surrogateescape")).hexdigest()

@@ -61,7 +61,8 @@ class PartialText:
         self._ends = ends
         self._stops = stops
         self._opener = opener
-        self._held: list[int] = []  # an end token, until another token follows
+        # An end token, until another token follows.
+        self._held: list[int] = []
         self._given = ""
 
     def add(self, ids: Sequence[int]) -> str:
@@ -83,12 +84,13 @@ class PartialText:
             return ""
         if self._opener and self._raw is not None:
             raw = self._raw.text
-            if raw != text or self._opener in raw or _begun(raw, self._opener):
+            if raw != text or self._opener in raw or _begun_length(raw, self._opener):
                 return self._given
-            text = text.rstrip()  # white space before a call is not sent
+            # White space before a call is not sent.
+            text = text.rstrip()
         for stop in self._stops:
             at = text.find(stop, max(0, len(self._given) - len(stop)))
-            text = text[:at] if at >= 0 else text[: len(text) - _begun(text, stop)]
+            text = text[:at] if at >= 0 else text[: len(text) - _begun_length(text, stop)]
         return text
 
     def _give(self, text: str) -> str:
@@ -99,7 +101,7 @@ class PartialText:
         return new
 
 
-def _begun(text: str, word: str) -> int:
+def _begun_length(text: str, word: str) -> int:
     """Return how many characters at the end of a text may begin a word."""
     return next(
         (

@@ -1,6 +1,4 @@
-"""Quotas of one API key: requests and tokens per minute, and requests at once (pure; times are
-arguments).
-"""
+"""Quotas of one API key: requests and tokens per minute, requests at once (pure)."""
 
 from __future__ import annotations
 
@@ -61,9 +59,9 @@ class KeyUsage:
                 is counted.
         """
         if self.key.concurrent and self._running >= self.key.concurrent:
-            raise _exceeded(self.key.name, f"{self.key.concurrent} requests at once", 1.0)
+            raise _quota_error(self.key.name, f"{self.key.concurrent} requests at once", 1.0)
         if wait_s := self._requests.wait_s(1, now):
-            raise _exceeded(
+            raise _quota_error(
                 self.key.name, f"{self.key.requests_per_minute} requests per minute", wait_s
             )
         self._check_tokens(now)
@@ -90,11 +88,11 @@ class KeyUsage:
 
     def _check_tokens(self, now: float) -> None:
         if wait_s := self._tokens.wait_s(1, now):
-            raise _exceeded(
+            raise _quota_error(
                 self.key.name, f"{self.key.tokens_per_minute} tokens per minute", wait_s
             )
 
 
-def _exceeded(name: str, limit: str, wait_s: float) -> HttpError:
+def _quota_error(name: str, limit: str, wait_s: float) -> HttpError:
     message = f"the API key {name} is limited to {limit}; try again later"
     return HttpError(429, message, code="rate_limit_exceeded", retry_s=max(1, math.ceil(wait_s)))

@@ -184,7 +184,6 @@ class ChatMessage(StrictModel):
 
     @property
     def text(self) -> str:
-        """The text of all parts."""
         if isinstance(self.content, list):
             return "".join(part.text for part in self.content)
         return self.content or ""
@@ -313,7 +312,9 @@ class ChatBody(GenerationBody):
 
     @property
     def characters(self) -> int:
-        return sum(message.characters for message in self.messages) + _characters(self.offered)
+        return sum(message.characters for message in self.messages) + _count_characters(
+            self.offered
+        )
 
     @property
     def forced(self) -> bool:
@@ -334,9 +335,7 @@ class ChatBody(GenerationBody):
 
 
 class CompletionBody(GenerationBody):
-    """The body of /v1/completions; ``logprobs`` is the number of likeliest tokens besides the
-    sampled one.
-    """
+    """The body of /v1/completions; ``logprobs``: how many tokens besides the sampled one."""
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: Annotated[int, Field(ge=0, le=MOST_TOP_LOGPROBS)] | bool | None = None
@@ -362,12 +361,12 @@ class CompletionBody(GenerationBody):
         return cast("list[str] | list[list[int]]", self.prompt)
 
 
-def _characters(value: Any) -> int:
+def _count_characters(value: Any) -> int:
     """Count the characters of all texts in a JSON value."""
     if isinstance(value, Mapping):
-        return sum(_characters(key) + _characters(item) for key, item in value.items())
+        return sum(_count_characters(key) + _count_characters(item) for key, item in value.items())
     if isinstance(value, list):
-        return sum(map(_characters, value))
+        return sum(map(_count_characters, value))
     return len(value) if isinstance(value, str) else 0
 
 
@@ -399,8 +398,11 @@ def parse(raw: bytes, model: type[B]) -> B:
         check_extra(body.model_extra, "")
     if isinstance(body, ChatBody):
         if body.top_logprobs and not body.logprobs:
-            problem = f"top_logprobs: {body.top_logprobs} is not allowed without logprobs: true"
-            raise HttpError(400, problem, param="top_logprobs")
+            raise HttpError(
+                400,
+                f"top_logprobs: {body.top_logprobs} is not allowed without logprobs: true",
+                param="top_logprobs",
+            )
         for number, message in enumerate(body.messages):
             check_extra(
                 message.model_extra, f"messages.{number}.", ignored=frozenset({"name", "refusal"})
@@ -410,24 +412,28 @@ def parse(raw: bytes, model: type[B]) -> B:
 
 def check_extra(
     extra: Mapping[str, Any] | None,
-    where: str,
+    prefix: str,
     ignored: frozenset[str] = _IGNORED,
     neutral: Neutral = _NEUTRAL,
 ) -> None:
     """Reject a field that the model does not define, unless it has no effect on the output.
 
     Raises:
-        HttpError: 400 if there is one; names the field, after the prefix ``where``
+        HttpError: 400 if there is one; names the field, after the ``prefix``
             (``messages.3.``).
     """
     for key, value in (extra or {}).items():
         if value is not None and key not in ignored and value not in neutral.get(key, ()):
-            message = f"{where}{key} is not supported by this server"
-            raise HttpError(400, message, param=where + key, code="unsupported_parameter")
+            raise HttpError(
+                400,
+                f"{prefix}{key} is not supported by this server",
+                param=prefix + key,
+                code="unsupported_parameter",
+            )
 
 
-def validation_error(error: ValidationError, where: str = "") -> HttpError:
-    """Convert the first error of a body, or of its part at ``where``, to an error answer."""
+def validation_error(error: ValidationError, place: str = "") -> HttpError:
+    """Convert the first error of a body, or of its part at ``place``, to an error answer."""
     first = error.errors()[0]
     # The location names branches of a union by type, such as ``str`` or ``list[str]``, which are
     # not in the request.
@@ -436,7 +442,7 @@ def validation_error(error: ValidationError, where: str = "") -> HttpError:
         for step in first["loc"]
         if isinstance(step, int) or (step.isidentifier() and step not in _TYPE_NAMES)
     ]
-    param = ".".join(map(str, [where, *loc] if where else loc))
+    param = ".".join(map(str, [place, *loc] if place else loc))
     if first["type"] == "missing":
         return HttpError(400, f"{param} must be given", param=param)
     value_text = repr(first["input"])

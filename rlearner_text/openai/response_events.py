@@ -59,7 +59,7 @@ class ResponsesFormat:
             answer["incomplete_details"] = {
                 "reason": "max_output_tokens" if reason == "length" else reason
             }
-        answer["usage"] = _usage(choices)
+        answer["usage"] = _format_usage(choices)
         answer |= {
             "policy_version": choice.reply.policy_version,
             "version_runs": runs_of(choice.reply),
@@ -101,7 +101,6 @@ class ResponsesFormat:
         return message + [self.call(call, number, "completed") for number, call in enumerate(calls)]
 
     def message(self, status: str, parts: list[dict[str, Any]]) -> Item:
-        """Return the message item."""
         item = {"id": f"msg_{self._writer.reply_id}", "type": "message", "role": "assistant"}
         return item | {"status": status, "content": parts}
 
@@ -134,9 +133,7 @@ class ResponsesFormat:
 
 
 class ResponseEvents:
-    """The events of one streamed response; for the timing of text see
-    ``rlearner_text.openai.sse_chunks``.
-    """
+    """The events of one streamed response; ``sse_chunks`` explains the timing of text."""
 
     def __init__(
         self, response: ResponsesFormat, spoken: Any, writer: AnswerWriter, prompt: Sequence[int]
@@ -147,7 +144,8 @@ class ResponseEvents:
         self._prompt = prompt
         self._number = -1
         self._told = 0
-        self._open = False  # whether the message item has started
+        # Whether the message item has started.
+        self._open = False
         self.top: list[TopLogprobs] = []
 
     def of(self, pieces: Sequence[TokenEvent]) -> list[dict[str, Any]]:
@@ -232,7 +230,7 @@ class ResponseEvents:
         return {"type": kind, "sequence_number": self._number, **fields}
 
 
-def _usage(choices: Sequence[AnswerChoice]) -> dict[str, Any]:
+def _format_usage(choices: Sequence[AnswerChoice]) -> dict[str, Any]:
     counts = usage(choices)
     return {
         "input_tokens": counts["prompt_tokens"],

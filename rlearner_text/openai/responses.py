@@ -134,7 +134,7 @@ def chat_of(body: ResponsesBody, items: list[Item]) -> ChatBody:
         check_extra(getattr(body, name).model_extra, f"{name}.")
     messages = [{"role": "system", "content": body.instructions}] if body.instructions else []
     for number, item in enumerate(items):
-        _append(messages, item, f"input.{number}")
+        _append_item(messages, item, f"input.{number}")
     if not messages:
         raise HttpError(400, "input: [] is not allowed; at least one item", param="input")
     fields = {
@@ -144,14 +144,14 @@ def chat_of(body: ResponsesBody, items: list[Item]) -> ChatBody:
     }
     fields |= {
         "messages": messages,
-        "tools": [_tool(tool, f"tools.{n}") for n, tool in enumerate(body.tools)],
+        "tools": [_chat_tool(tool, f"tools.{n}") for n, tool in enumerate(body.tools)],
     }
     fields |= {
-        "tool_choice": _choice(body.tool_choice),
+        "tool_choice": _chat_choice(body.tool_choice),
         "parallel_tool_calls": body.parallel_tool_calls,
     }
     fields |= {"logprobs": body.wants_logprobs, "top_logprobs": body.top_logprobs}
-    if (form := _form(body.text.format)) is not None:
+    if (form := _response_format(body.text.format)) is not None:
         fields["response_format"] = form
     try:
         chat = ChatBody.model_validate(fields)
@@ -174,47 +174,50 @@ def items_of(body: ResponsesBody, store: AnswerStore) -> list[Item]:
     if body.previous_response_id is not None:
         conversation = store.conversation(body.previous_response_id)
         if conversation is None:
-            raise _unknown("previous_response_id", body.previous_response_id)
+            raise _unknown_id("previous_response_id", body.previous_response_id)
         earlier = conversation
-    return [*earlier, *(_resolved(item, number, store) for number, item in enumerate(new_items))]
+    return [
+        *earlier,
+        *(_resolve_item(item, number, store) for number, item in enumerate(new_items)),
+    ]
 
 
-def _resolved(item: Item, number: int, store: AnswerStore) -> Item:
+def _resolve_item(item: Item, number: int, store: AnswerStore) -> Item:
     if item.get("type") != "item_reference":
         return item
     stored_item = store.item(str(item.get("id")))
     if stored_item is None:
-        raise _unknown(f"input.{number}.id", item.get("id"))
+        raise _unknown_id(f"input.{number}.id", item.get("id"))
     return stored_item
 
 
-def _unknown(param: str, value: object) -> HttpError:
+def _unknown_id(param: str, value: object) -> HttpError:
     reason = "this server keeps no answer with this id; send the items instead"
     return HttpError(400, f"{param}: {value!r} is not allowed; {reason}", param=param)
 
 
-def _append(messages: list[dict[str, Any]], item: Item, place: str) -> None:
+def _append_item(messages: list[dict[str, Any]], item: Item, place: str) -> None:
     """Append one item to the messages of a chat."""
     kind = item.get("type", "message")
     if kind == "reasoning":
         return
     if kind == "message":
-        message = _checked(MessageItem, item, place)
-        messages.append({"role": message.role, "content": _text(message.content)})
+        message = _validate_item(MessageItem, item, place)
+        messages.append({"role": message.role, "content": _plain_text(message.content)})
     elif kind == "function_call":
-        call = _checked(CallItem, item, place)
+        call = _validate_item(CallItem, item, place)
         if not messages or messages[-1]["role"] != "assistant":
             messages.append({"role": "assistant", "content": ""})
-        made = {
+        tool_call = {
             "id": call.call_id,
             "type": "function",
             "function": {"name": call.name, "arguments": call.arguments},
         }
-        messages[-1].setdefault("tool_calls", []).append(made)
+        messages[-1].setdefault("tool_calls", []).append(tool_call)
     elif kind == "function_call_output":
-        output = _checked(CallOutputItem, item, place)
+        output = _validate_item(CallOutputItem, item, place)
         messages.append(
-            {"role": "tool", "tool_call_id": output.call_id, "content": _text(output.output)}
+            {"role": "tool", "tool_call_id": output.call_id, "content": _plain_text(output.output)}
         )
     else:
         known_types = "message, function_call, function_call_output, reasoning or item_reference"
@@ -223,11 +226,11 @@ def _append(messages: list[dict[str, Any]], item: Item, place: str) -> None:
         )
 
 
-def _text(content: str | list[TextPart]) -> str:
+def _plain_text(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _checked(model: type[T], value: dict[str, Any], place: str) -> T:
+def _validate_item(model: type[T], value: dict[str, Any], place: str) -> T:
     """Validate an item or tool as its type.
 
     Raises:
@@ -236,8 +239,11 @@ def _checked(model: type[T], value: dict[str, Any], place: str) -> T:
     content = value.get("content", value.get("output"))
     for part in content if isinstance(content, list) else ():
         if isinstance(part, dict) and part.get("type") not in _TEXTS:
-            message = f"{place}: only text parts are supported, found type {part.get('type')!r}"
-            raise HttpError(400, message, param=place)
+            raise HttpError(
+                400,
+                f"{place}: only text parts are supported, found type {part.get('type')!r}",
+                param=place,
+            )
     try:
         return model.model_validate(
             {key: field for key, field in value.items() if field is not None}
@@ -246,28 +252,33 @@ def _checked(model: type[T], value: dict[str, Any], place: str) -> T:
         raise validation_error(error, place) from None
 
 
-def _tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
+def _chat_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
     """Convert a tool to a chat's form, without fields that chat templates do not use."""
     if tool.get("type") != "function":
-        message = f"{place}.type: {tool.get('type')!r} is not allowed; only tools of type 'function' are supported"
-        raise HttpError(400, message, param=f"{place}.type", code="unsupported_parameter")
-    made = _checked(FunctionTool, tool, place)
-    function: dict[str, Any] = {"name": made.name}
-    function |= {"description": made.description} if made.description is not None else {}
-    function["parameters"] = made.parameters or {"type": "object", "properties": {}}
+        raise HttpError(
+            400,
+            f"{place}.type: {tool.get('type')!r} is not allowed; only tools of type "
+            "'function' are supported",
+            param=f"{place}.type",
+            code="unsupported_parameter",
+        )
+    function_tool = _validate_item(FunctionTool, tool, place)
+    function: dict[str, Any] = {"name": function_tool.name}
+    function |= (
+        {"description": function_tool.description} if function_tool.description is not None else {}
+    )
+    function["parameters"] = function_tool.parameters or {"type": "object", "properties": {}}
     return {"type": "function", "function": function}
 
 
-def _choice(choice: str | dict[str, Any]) -> object:
-    """Convert ``{"type": "function", "name": …}`` to a chat's form; the chat validates other
-    values.
-    """
+def _chat_choice(choice: str | dict[str, Any]) -> object:
+    """Convert ``{"type": "function", "name": …}`` to a chat's form; leave other values."""
     if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
         return {"type": "function", "function": {"name": choice["name"]}}
     return choice
 
 
-def _form(format_value: dict[str, Any]) -> dict[str, Any] | None:
+def _response_format(format_value: dict[str, Any]) -> dict[str, Any] | None:
     """Convert ``text.format`` to a chat's ``response_format``; None for text."""
     if format_value.get("type") == "text":
         return None

@@ -1,4 +1,4 @@
-"""HTTP server of the API: authentication, routing and errors; a desk answers the requests."""
+"""HTTP server of the API: authentication, routing and errors; backends answer the requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aiohttp import web
 from broker.contract import wire
 from rlearner_text.openai.answer_store import Item
 from rlearner_text.openai.backends import ApiBackend, GenerateHandler, ServedModel
-from rlearner_text.openai.callers import Call, Caller, KeyDesk
+from rlearner_text.openai.callers import Call, Caller, CallerDirectory
 from rlearner_text.openai.connections import (
     Connections,
     LimitedHandler,
@@ -46,20 +46,19 @@ from rlearner_text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 access = logging.getLogger(f"{__name__}.access")
 
-CLOSE_S: Final = 2.0  # for unfinished answers when the server closes
+# For unfinished answers when the server closes.
+CLOSE_S: Final = 2.0
 RETRY_AFTER_S: Final = 1  # of status 503
 PATH_CHARACTERS: Final = 200  # of a path in the access log
 # connections that wait to be accepted, as many as a flood of half-open ones brings
 BACKLOG: Final = 1024
 LONG_BODY: Final = 65_536  # bytes; parsing more takes milliseconds
-Desk = Callable[[str | None], Caller | None]
+FindCaller = Callable[[str | None], Caller | None]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class _OneLine(logging.Filter):
-    """Reduces errors to one line without traceback: requests that are not HTTP are the client's
-    mistake.
-    """
+    """Reduces errors to one line: requests that are not HTTP are the client's mistake."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         if isinstance(record.exc_info, tuple):
@@ -83,7 +82,8 @@ def bound_socket(bind: str, port: int) -> socket.socket:
     family, _, _, _, address = socket.getaddrinfo(bind, port, type=socket.SOCK_STREAM)[0]
     bound = socket.socket(family, socket.SOCK_STREAM)
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # despite old connections
+        # Despite old connections.
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         bound.bind(address)
     except OSError:
         bound.close()
@@ -99,7 +99,7 @@ class HttpServer:
 
     Args:
         tokenizer: of the model served.
-        desk: returns who sent an Authorization header; None if the key is missing or wrong.
+        find_caller: returns who sent an Authorization header; None if the key is missing or wrong.
         health: returns the state, for example ``serving``, and the policy version.
         limits: of connections.
         tls: certificate and key; None: plain HTTP.
@@ -111,13 +111,13 @@ class HttpServer:
     def __init__(
         self,
         tokenizer: Tokenizer,
-        desk: Desk,
+        find_caller: FindCaller,
         health: Callable[[], tuple[str, int]],
         limits: Limits | None = None,
         tls: ssl.SSLContext | None = None,
     ) -> None:
         self._tokenizer = tokenizer
-        self._desk = desk
+        self._find_caller = find_caller
         self._health_of = health
         self._began = int(time.time())
         self._connections = Connections(limits or Limits())
@@ -133,17 +133,17 @@ class HttpServer:
         cls,
         handle: GenerateHandler,
         tokenizer: Tokenizer,
-        served: ServedModel,
+        served_model: ServedModel,
         key: str,
         tls: ssl.SSLContext | None = None,
-        named: KeyStore | None = None,
+        key_store: KeyStore | None = None,
     ) -> HttpServer:
         """Return a server with one model and engine, for one key and the named ones."""
-        desk = KeyDesk(handle, tokenizer, served, key, named)
+        directory = CallerDirectory(handle, tokenizer, served_model, key, key_store)
         return cls(
             tokenizer,
-            desk.find,
-            lambda: (served.state(), served.policy_version()),
+            directory.find,
+            lambda: (served_model.state(), served_model.policy_version()),
             tls=tls,
         )
 
@@ -226,7 +226,7 @@ class HttpServer:
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer a request and write its line in the access log, without query, headers and body."""
+        """Answer a request and log it in one line, without query, headers and body."""
         # the client disconnected, as nginx writes it
         began = time.monotonic()
         status = 499
@@ -251,30 +251,35 @@ class HttpServer:
             finally:
                 call.end()
         except HttpError as problem:
-            return _answer(problem)
+            return _answer_error(problem)
         except ConnectionError:
-            return _answer(HttpError(503, "the client disconnected"))  # never read
+            return _answer_error(HttpError(503, "the client disconnected"))  # never read
         except web.HTTPRequestEntityTooLarge:
-            return _answer(
+            return _answer_error(
                 HttpError(413, f"the body is larger than {wire.MAX_PAYLOAD_BYTES} bytes")
             )
         except web.HTTPException as error:
             phrase = HTTPStatus(error.status).phrase.lower()
-            return _answer(HttpError(error.status, f"{request.method} {request.path}: {phrase}"))
+            return _answer_error(
+                HttpError(error.status, f"{request.method} {request.path}: {phrase}")
+            )
         except Exception:
             log.exception("a request to %s failed", request.path)
-            return _answer(HttpError(500, FAILED))
+            return _answer_error(HttpError(500, FAILED))
 
     def _call(self, request: web.Request) -> Call:
-        caller = self._desk(request.headers.get("Authorization"))
+        caller = self._find_caller(request.headers.get("Authorization"))
         if caller is None:
-            message = "the API key is missing or wrong; send it as Authorization: Bearer KEY"
-            raise HttpError(401, message, code="invalid_api_key")
+            raise HttpError(
+                401,
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
         call = Call(caller)
         set_call(request, call)
         return call
 
-    def _desk_of(self, request: web.Request) -> ApiBackend:
+    def _backend_of(self, request: web.Request) -> ApiBackend:
         call = call_of(request)
         assert call is not None
         return call.caller.backend
@@ -285,42 +290,42 @@ class HttpServer:
         return web.json_response({"status": state, "policy_version": version}, status=status)
 
     async def _models(self, request: web.Request) -> web.Response:
-        served = self._desk_of(request).served
+        served_model = self._backend_of(request).served_model
         model = {
-            "id": served.model,
+            "id": served_model.model,
             "object": "model",
             "created": self._began,
             "owned_by": "rlearner",
-            "root": served.path,
-            "max_model_len": served.max_context_tokens,
-            "policy_version": served.policy_version(),
+            "root": served_model.path,
+            "max_model_len": served_model.max_context_tokens,
+            "policy_version": served_model.policy_version(),
         }
         return web.json_response({"object": "list", "data": [model]})
 
-    # -----------------------------------------------------------------------------------------------
+    # ----------------------------------------------------------------------------------------------
     # generation
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = await _parsed(await read_body(request, wire.MAX_PAYLOAD_BYTES), ChatBody)
+        body = await _parse_body(await read_body(request, wire.MAX_PAYLOAD_BYTES), ChatBody)
         form = partial(ChatFormat, body, self._tokenizer)
         limit = body.max_completion_tokens or body.max_tokens
         return await generate(
-            request, self._desk_of(request), self._tokenizer, body=body, limit=limit, form=form
+            request, self._backend_of(request), self._tokenizer, body=body, limit=limit, form=form
         )
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = await _parsed(await read_body(request, wire.MAX_PAYLOAD_BYTES), CompletionBody)
+        body = await _parse_body(await read_body(request, wire.MAX_PAYLOAD_BYTES), CompletionBody)
         form = partial(ChatFormat, body, self._tokenizer)
         limit = body.max_tokens or COMPLETION_TOKENS
         return await generate(
-            request, self._desk_of(request), self._tokenizer, body=body, limit=limit, form=form
+            request, self._backend_of(request), self._tokenizer, body=body, limit=limit, form=form
         )
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:
-        desk = self._desk_of(request)
+        backend = self._backend_of(request)
         raw = await read_body(request, wire.MAX_PAYLOAD_BYTES)
-        body = await _parsed(raw, ResponsesBody)
-        items = items_of(body, desk.kept)
+        body = await _parse_body(raw, ResponsesBody)
+        items = items_of(body, backend.answer_store)
         chat = (
             chat_of(body, items)
             if len(raw) < LONG_BODY
@@ -329,12 +334,12 @@ class HttpServer:
 
         def keep(response_id: str, output: Sequence[Item]) -> None:
             if body.store:
-                desk.kept.add(response_id, items, output, len(raw))
+                backend.answer_store.add(response_id, items, output, len(raw))
 
         form = partial(ResponsesFormat, body, chat, self._tokenizer, keep)
         return await generate(
             request,
-            desk,
+            backend,
             self._tokenizer,
             body=chat,
             limit=body.max_output_tokens or body.max_tokens,
@@ -342,43 +347,31 @@ class HttpServer:
         )
 
 
-async def _parsed(raw: bytes, model: type[B]) -> B:
-    """Return a body, see ``parse``; a long one is parsed in a thread, where its validators let
-    others run.
-    """
+async def _parse_body(raw: bytes, model: type[B]) -> B:
+    """Return a body, see ``parse``; a long one is parsed in a thread, so that others go on."""
     return parse(raw, model) if len(raw) < LONG_BODY else await asyncio.to_thread(parse, raw, model)
 
 
 def _log_access(request: web.Request, status: int, seconds: float) -> None:
-    """Write the peer, the key's name, prompt and output tokens, method, path, status and time of a
-    request.
-    """
+    """Log the peer, the key's name, tokens, method, path, status and time of a request."""
     call = call_of(request)
     path = ascii(request.path[:PATH_CHARACTERS])
     name = "-" if call is None else call.caller.name
-    tokens = (
-        f"{call.prompt_tokens}+{call.output_tokens}"
-        if call is not None and call.prompt_tokens
-        else "-"
-    )
+    tokens = "-"
+    if call is not None and call.prompt_tokens:
+        tokens = f"{call.prompt_tokens}+{call.output_tokens}"
     access.info(
-        "%s %s %s %s %s %d %.3f s",
-        request.remote,
-        name,
-        tokens,
-        request.method,
-        path,
-        status,
-        seconds,
+        "%s", f"{request.remote} {name} {tokens} {request.method} {path} {status} {seconds:.3f} s"
     )
 
 
-def _answer(problem: HttpError) -> web.Response:
+def _answer_error(problem: HttpError) -> web.Response:
     retry_s = RETRY_AFTER_S if problem.status == 503 else problem.retry_s
     headers = {} if retry_s is None else {"Retry-After": str(retry_s)}
     if problem.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     answer = web.json_response(problem.body, status=problem.status, headers=headers)
     if problem.status in (408, 413):
-        answer.force_close()  # the rest of the body is not read
+        # The rest of the body is not read.
+        answer.force_close()
     return answer

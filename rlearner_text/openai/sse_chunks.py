@@ -67,7 +67,7 @@ class ChunkEvents:
         if ids or remainder or not self._begun:
             chunks.append(
                 self._chunk(
-                    remainder, ids, logprobs, _behind(runs_of(choice.reply), self._told), ()
+                    remainder, ids, logprobs, _text_behind(runs_of(choice.reply), self._told), ()
                 )
             )
         if calls:
@@ -144,7 +144,7 @@ def usage_chunk(
 
 
 class ChatFormat:
-    """Answer format of chats and completions; see ``rlearner_text.openai.generation.AnswerFormat``."""
+    """Answer format of chats and completions; see ``generation.AnswerFormat``."""
 
     def __init__(self, body: GenerationBody, tokenizer: Tokenizer, writer: AnswerWriter) -> None:
         self._body = body
@@ -161,8 +161,8 @@ class ChatFormat:
         return [encode(usage_chunk(self._writer, self._body, choices)), b"[DONE]"]
 
 
-def _behind(runs: Sequence[Sequence[int]], num_sent: int) -> list[list[int]]:
-    """Return runs of tokens without the first ``told`` tokens."""
+def _text_behind(runs: Sequence[Sequence[int]], num_sent: int) -> list[list[int]]:
+    """Return runs of tokens without the first ``num_sent`` tokens."""
     tails: list[list[int]] = []
     for version, count in runs:
         num_skipped = max(0, count - num_sent)

@@ -23,27 +23,25 @@ encode: Final = msgspec.json.Encoder().encode
 
 
 class TokenBuffer:
-    """Buffer of one choice's unsent pieces; sets ``news`` whenever there is something to send."""
+    """Buffer of one choice's unsent pieces; sets ``has_tokens`` when there are some."""
 
-    def __init__(self, news: asyncio.Event, top_logprobs: int) -> None:
-        self._news = news
+    def __init__(self, has_tokens: asyncio.Event, top_logprobs: int) -> None:
+        self._has_tokens = has_tokens
         self._pieces: list[TokenEvent] = []
-        self.tap = TokenListener(self._told, top_logprobs)
+        self.listener = TokenListener(self._add_piece, top_logprobs)
 
     def take(self) -> list[TokenEvent]:
         pieces = self._pieces
         self._pieces = []
         return pieces
 
-    def _told(self, piece: TokenEvent) -> None:
+    def _add_piece(self, piece: TokenEvent) -> None:
         self._pieces.append(piece)
-        self._news.set()
+        self._has_tokens.set()
 
 
 class ChoiceEvents(Protocol):
-    """The events of one choice; each is a JSON object, whose ``type``, if present, also names the
-    event.
-    """
+    """The events of one choice: JSON objects; ``type``, if present, names the event."""
 
     def of(self, pieces: Sequence[TokenEvent]) -> list[dict[str, Any]]:
         """Return the events of new pieces."""
@@ -58,28 +56,31 @@ class EventStream:
     """One streamed answer; ``ending`` returns the data of the events after all choices."""
 
     def __init__(
-        self, feeds: Sequence[TokenBuffer], tasks: Sequence[asyncio.Task[AnswerChoice]], chunks: Sequence[ChoiceEvents],
-        ending: Callable[[Sequence[AnswerChoice]], list[bytes]], news: asyncio.Event,
-    ) -> None:  # fmt: skip
+        self,
+        feeds: Sequence[TokenBuffer],
+        tasks: Sequence[asyncio.Task[AnswerChoice]],
+        chunks: Sequence[ChoiceEvents],
+        ending: Callable[[Sequence[AnswerChoice]], list[bytes]],
+        has_tokens: asyncio.Event,
+    ) -> None:
         self._ending = ending
         self._open = list(zip(feeds, tasks, chunks, strict=True))
         self._choices: list[AnswerChoice] = []
-        self._news = news
+        self._has_tokens = has_tokens
         self._response = web.StreamResponse(headers=HEADERS)
         for task in tasks:
-            task.add_done_callback(lambda _: news.set())
+            task.add_done_callback(lambda _: has_tokens.set())
 
     async def send(self, request: web.Request) -> web.StreamResponse:
-        """Send the answer, starting with the first token, so that a request that fails earlier gets
-        an error status.
+        """Send the answer from the first token on; a request that fails earlier gets a status.
 
         Raises:
             HttpError: if the request fails before the first event.
         """
         try:
             while self._open:
-                await self._news.wait()
-                self._news.clear()
+                await self._has_tokens.wait()
+                self._has_tokens.clear()
                 for stream in list(self._open):
                     await self._forward(request, *stream)
         except HttpError as problem:
@@ -100,7 +101,8 @@ class EventStream:
         task: asyncio.Task[AnswerChoice],
         chunks: ChoiceEvents,
     ) -> None:
-        has_ended = task.done()  # read first: all pieces arrive before the task ends
+        # Read first: all pieces arrive before the task ends.
+        has_ended = task.done()
         if pieces := feed.take():
             for chunk in chunks.of(pieces):
                 await self._event(request, chunk)

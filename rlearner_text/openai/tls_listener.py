@@ -1,4 +1,4 @@
-"""Accepts TLS connections for the HTTP server, and counts them before their handshake is complete."""
+"""Accepts TLS connections for the HTTP server, and counts them from their handshake on."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from rlearner_text.openai.connections import LINGER_S, Connection, Connections, 
 
 log = logging.getLogger(__name__)
 
-FULL_S: Final = 0.1  # pause after the process ran out of descriptors
+# Pause after the process ran out of descriptors.
+FULL_S: Final = 0.1
 
 
 class _Handshake:
@@ -29,17 +30,16 @@ class _Handshake:
 
 
 class TlsListener:
-    """Listens on a socket and hands each connection to a handler once its TLS handshake is
-    complete.
+    """Listens on a socket and hands each connection to a handler after its TLS handshake.
 
-    asyncio's own server tells nothing of a connection during its handshake, so half-open ones would
-    have no limit.
+    asyncio's own server reports no connection before its handshake is complete, so half-open ones
+    would have no limit.
 
     Args:
         listening: a bound socket; it stays open at ``close``.
         context: with certificate and key.
         connections: counts handshakes like requests that have not arrived yet.
-        made: returns the handler of a connection, which takes the place of its handshake in
+        create_handler: returns the handler of a connection, which replaces its handshake in
             ``connections``.
     """
 
@@ -48,12 +48,12 @@ class TlsListener:
         listening: socket.socket,
         context: ssl.SSLContext,
         connections: Connections,
-        made: Callable[[Connection], LimitedHandler],
+        create_handler: Callable[[Connection], LimitedHandler],
     ) -> None:
         self._socket = listening
         self._context = context
         self._connections = connections
-        self._made = made
+        self._create_handler = create_handler
         self._handshakes: set[asyncio.Task[None]] = set()
         self._accepting: asyncio.Task[None] | None = None
 
@@ -80,7 +80,8 @@ class TlsListener:
         while True:
             try:
                 connection, address = await loop.sock_accept(self._socket)
-            except OSError as error:  # the client is gone, or no descriptor is left
+            except OSError as error:
+                # The client is gone, or no descriptor is left.
                 log.warning("cannot accept a connection: %s", error.strerror)
                 await asyncio.sleep(FULL_S)
                 continue
@@ -99,7 +100,7 @@ class TlsListener:
         arrival_s = self._connections.limits.arrival_s
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: self._made(handshake),
+                lambda: self._create_handler(handshake),
                 handshake.connection,
                 ssl=self._context,
                 ssl_handshake_timeout=arrival_s,

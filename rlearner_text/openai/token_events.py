@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-TopLogprobs = Sequence[tuple[int, float]]  # token ids and logprobs, the likeliest first
+# Token ids and logprobs, the likeliest first.
+TopLogprobs = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,12 @@ class TokenListener:
     """Listener to one request.
 
     Attributes:
-        told: called on the event loop with every piece, in order, before the request is answered.
-            It must return at once: the engine does not wait for readers.
+        on_tokens: called on the event loop with every piece, in order, before the request is
+            answered. It must return at once: the engine does not wait for readers.
         top_logprobs: number of likeliest tokens at each position, under the sampling distribution,
             after temperature and cut-offs, which exclude tokens. For temperature 0, at temperature
             1.
     """
 
-    told: Callable[[TokenEvent], None]
+    on_tokens: Callable[[TokenEvent], None]
     top_logprobs: int = 0

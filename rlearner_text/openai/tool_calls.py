@@ -20,8 +20,8 @@ from rlearner_text.tool_calls import (
     learn_syntax,
 )
 
-_ASKED: Final = {"role": "user", "content": "probe question 21312"}
-_SAID: Final = "probe answer 31213"
+_QUESTION: Final = {"role": "user", "content": "probe question 21312"}
+_ANSWER: Final = "probe answer 31213"
 _FUNCTION: Final = {
     "name": "probe",
     "description": "probe",
@@ -38,13 +38,13 @@ def tool_syntax(tokenizer: Tokenizer) -> ToolSyntax:
         HttpError: 400 if it does not write them as JSON.
     """
     try:
-        chat = [_ASKED, {"role": "assistant", "content": _SAID}]
+        chat = [_QUESTION, {"role": "assistant", "content": _ANSWER}]
         words = tokenizer.render_chat(chat, add_generation_prompt=False, tools=_OFFERED)
         call_text = tokenizer.render_chat(
-            [_ASKED, PROBE], add_generation_prompt=False, tools=_OFFERED
+            [_QUESTION, PROBE], add_generation_prompt=False, tools=_OFFERED
         )
-        syntax = learn_syntax(call_text, words[: words.index(_SAID)])[0]
-        return replace(syntax, after=syntax.after[: _end(syntax.after, tokenizer)])
+        syntax = learn_syntax(call_text, words[: words.index(_ANSWER)])[0]
+        return replace(syntax, after=syntax.after[: _turn_end(syntax.after, tokenizer)])
     except (UnknownSyntaxError, ConfigError, ValueError) as error:
         problem = error.allowed if isinstance(error, ConfigError) else str(error)
         raise HttpError(
@@ -52,7 +52,7 @@ def tool_syntax(tokenizer: Tokenizer) -> ToolSyntax:
         ) from None
 
 
-def _end(text: str, tokenizer: Tokenizer) -> int:
+def _turn_end(text: str, tokenizer: Tokenizer) -> int:
     """Return where the turn ends in the text that a template puts after a call."""
     ends = [
         tokenizer.decode([token_id], skip_special_tokens=False)
@@ -74,25 +74,23 @@ def text_with_markers(tokenizer: Tokenizer, token_ids: Sequence[int]) -> str:
 def split_calls(
     text: str, syntax: ToolSyntax, prefix: str, most: int | None = None
 ) -> tuple[str, list[dict[str, Any]]]:
-    """Split a text with markers at its first call into words and calls, up to ``most``; none if one
-    does not parse.
-    """
+    """Split a text at its first call into words and at most ``most`` calls; none if one is bad."""
     try:
         calls = syntax.calls(text)[:most]
     except ToolCallError:
         return text, []
     words = text.partition(syntax.opener)[0] if syntax.opener else ""
-    calls_made = [_call(call, f"{prefix}{number:02d}") for number, call in enumerate(calls)]
+    calls_made = [
+        _to_openai_call(call, f"{prefix}{number:02d}") for number, call in enumerate(calls)
+    ]
     return words.rstrip() if calls else text, calls_made
 
 
 def prefix_of(reply_id: str, index: int) -> str:
-    """Return the prefix of the call ids in one choice; a client sends the ids back with the
-    results.
-    """
+    """Return the prefix of one choice's call ids, which a client sends back with results."""
     return f"call_{reply_id}{index:03d}"
 
 
-def _call(call: ToolCall, identifier: str) -> dict[str, Any]:
+def _to_openai_call(call: ToolCall, identifier: str) -> dict[str, Any]:
     function = {"name": call.name, "arguments": json.dumps(call.arguments)}
     return {"id": identifier, "type": "function", "function": function}

@@ -168,7 +168,7 @@ class RandomEngine(WeightlessEngine):
                     await asyncio.wait_for(aborted.wait(), remaining_s)
             if aborted.is_set() or due_at > deadline:
                 return count
-            tap.told(piece)
+            tap.on_tokens(piece)
         return len(pieces)
 
     def _draw(

@@ -30,7 +30,7 @@ def store(tmp_path: Path) -> KeyStore:
 @pytest.fixture
 async def served(tmp_path: Path, store: KeyStore) -> AsyncIterator[Api]:
     _write_tokenizer(tmp_path, TinyModel())
-    async with api(str(tmp_path), named=store) as made:
+    async with api(str(tmp_path), key_store=store) as made:
         yield made
 
 

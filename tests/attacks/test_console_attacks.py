@@ -13,7 +13,7 @@ import pytest_asyncio
 from yarl import URL
 
 from bench.support.localhost_names import local_connector
-from rlearner.console.server import _links
+from rlearner.console.server import _login_links
 
 pytest.importorskip("nicegui")
 
@@ -84,7 +84,7 @@ async def test_the_link_is_shown_on_a_terminal(
 ) -> None:
     """Also next to a password, which others can lock."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    with _links("http://a.localhost:1", "/", 1) as say:
+    with _login_links("http://a.localhost:1", "/", 1) as say:
         say("t0ken")
     assert (
         capsys.readouterr().out

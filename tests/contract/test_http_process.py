@@ -47,15 +47,15 @@ class Engine:
         if request.sampling.max_tokens == 1:
             raise ValueError("made to fail")
         if tap is not None:
-            tap.told(TokenEvent(TOKENS[:1], LOGPROBS[:1], 3))
-            tap.told(TokenEvent(TOKENS[1:2], LOGPROBS[1:2], 3))
+            tap.on_tokens(TokenEvent(TOKENS[:1], LOGPROBS[:1], 3))
+            tap.on_tokens(TokenEvent(TOKENS[1:2], LOGPROBS[1:2], 3))
         try:
             await self.go.wait()
         except asyncio.CancelledError:
             self.cancelled.set()
             raise
         if tap is not None:
-            tap.told(TokenEvent(TOKENS[2:], LOGPROBS[2:], 4))
+            tap.on_tokens(TokenEvent(TOKENS[2:], LOGPROBS[2:], 4))
         return wire.GenerateReply(
             request_id=request.request_id,
             server="s",

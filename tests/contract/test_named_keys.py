@@ -36,7 +36,7 @@ def store(tmp_path: Path) -> KeyStore:
 @pytest.fixture
 async def served(tmp_path: Path, store: KeyStore) -> AsyncIterator[Api]:
     _write_tokenizer(tmp_path, TinyModel())
-    async with api(str(tmp_path), named=store) as made:
+    async with api(str(tmp_path), key_store=store) as made:
         yield made
 
 
@@ -152,7 +152,7 @@ async def test_a_client_that_leaves_pays_for_what_it_asked_for(
         await release.wait()
         return await handle(*arguments)
 
-    desk = served.server._desk(f"Bearer {key}")
+    desk = served.server._find_caller(f"Bearer {key}")
     assert desk is not None
     desk.backend._handle = held  # type: ignore[attr-defined]
     task = asyncio.create_task(

@@ -270,7 +270,7 @@ async def test_whoever_takes_the_epoch_first_refuses_the_other_that_started_with
             await publish_runspec(
                 bus,
                 wire.RunSpec(run=bus.run, wire_version=8, epoch=0, config={}, model_path=""),
-                seen=0,
+                known_epoch=0,
             )
         announcer.poke()
         with pytest.raises(UserError, match="process 7"):

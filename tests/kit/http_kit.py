@@ -60,7 +60,7 @@ async def api(
     max_context_tokens: int = 128,
     state: str = "serving",
     tls: Issued | None = None,
-    named: KeyStore | None = None,
+    key_store: KeyStore | None = None,
     **engine_args: Any,
 ) -> AsyncIterator[Api]:
     section = RolloutSection(
@@ -83,7 +83,7 @@ async def api(
     service, tokenizer = RolloutService(member, spec, section, running), Tokenizer.load(model_path)
     served = served_model(running, section, model_path, lambda: state)
     server = HttpServer.with_key(
-        service.handle, tokenizer, served, KEY, tls.server() if tls else None, named
+        service.handle, tokenizer, served, KEY, tls.server() if tls else None, key_store
     )
     await running.start()
     await server.start("127.0.0.1", 0)

@@ -45,8 +45,7 @@ def told(error: BaseException) -> str:
 
 
 def place(error: BaseException) -> str:
-    """Return ``bad_rewards.py:7 in raises``: the innermost frame in the user's code; empty if there
-    is none.
+    """Return ``bad_rewards.py:7 in raises``, the innermost frame of the user's code, or empty.
 
     The error is often raised by a library that the user's code called. User code begins at the
     first frame that is neither ours nor Python's own; an installed package may be user code.
@@ -72,9 +71,7 @@ def place(error: BaseException) -> str:
 
 
 def trace(error: BaseException) -> str:
-    """Return the traceback, shortened in the middle if it is very long; empty if it cannot be
-    formatted.
-    """
+    """Return the traceback, cut in the middle if very long; empty if it has no format."""
     try:
         text = redact(
             "".join(traceback.format_exception(error)).rstrip().encode("utf-8", "replace").decode()
@@ -94,9 +91,7 @@ class TracebackLog:
         self._seen: set[str] = set()
 
     def say(self, log: logging.Logger, message: str, text: str) -> None:
-        """Log a warning, with a traceback as ``trace`` returned it unless it is empty or already
-        logged.
-        """
+        """Log a warning with a traceback of ``trace``, unless that is empty or logged already."""
         extra = {TRACEBACK: text} if text and self._is_new(text) else {}
         log.warning("%s", message, extra=extra)
 

@@ -82,9 +82,7 @@ def tree(pid: int) -> list[int]:
 
 
 def kill_tree(pid: int) -> None:
-    """Send SIGKILL to the process, to the session that it leads, and to its descendants in other
-    sessions.
-    """
+    """Send SIGKILL to a process, its session, and its descendants in other sessions."""
     doomed = tree(pid)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(pid, signal.SIGKILL)
@@ -95,11 +93,9 @@ def kill_tree(pid: int) -> None:
 
 def how_ended(status: int) -> str:
     """Describe an exit code of ``subprocess``."""
-    return (
-        f"died by {signal.Signals(-status).name}"
-        if status < 0
-        else f"ended with exit code {status}"
-    )
+    if status < 0:
+        return f"died by {signal.Signals(-status).name}"
+    return f"ended with exit code {status}"
 
 
 def too_much(used_mib: float, memory_mib: int) -> str:

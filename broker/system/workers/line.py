@@ -41,9 +41,7 @@ def read(stream: BufferedReader) -> bytes | None:
 
 
 def write(connection: socket.socket, data: bytes) -> bool:
-    """In a worker: send a response; return False once the hub has closed the socket, for example
-    after a timeout.
-    """
+    """In a worker: send a response; return False once the hub has closed the socket."""
     try:
         connection.sendall(frame(data))
     except (BrokenPipeError, ConnectionResetError):
@@ -94,5 +92,4 @@ class WorkerSocket:
             raise HungUp("the other end closed") from None
 
     def close(self) -> None:
-        """Close the socket."""
         self._writer.close()

@@ -10,7 +10,8 @@ from typing import IO, Final
 
 log = logging.getLogger(__name__)
 
-BUDGET_BYTES: Final = 64 << 10  # logged per minute, including the markup of the log
+# Logged per minute, including the markup of the log.
+BUDGET_BYTES: Final = 64 << 10
 REFILL_S: Final = 60.0
 LINE_CHARS: Final = 500
 LINE_COSTS: Final = 100  # bytes of markup

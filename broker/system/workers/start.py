@@ -34,8 +34,7 @@ def start(
     uid: int = 0,
     files: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
-    """Run ``module`` as ``__main__`` with the number of its socket and ``arguments`` in
-    ``sys.argv[1:]``.
+    """Run ``module`` as ``__main__`` with its socket's number and ``arguments``.
 
     It gets ``death_signal`` when this process dies; users' code may handle any signal but SIGKILL.
 

@@ -1,5 +1,4 @@
-"""Limits how long a process may take on its own clock, which stands still while the machine keeps
-it waiting.
+"""Limits a process's time on its own clock, which stops while the machine keeps it waiting.
 
 A process that is ready to run while others have the processors, or that waits for a disk, is not
 slow: its machine is. Limits on the wall clock end starts and scores on a loaded machine that would
@@ -28,7 +27,8 @@ from broker.system.workers import limits
 log = logging.getLogger(__name__)
 
 READY: Final = "R"  # runs, or waits for a processor
-READY_OR_DISK: Final = "RD"  # a program can feign D with vfork, so not for code that may be hostile
+# A program can feign D with vfork, so not for code that may be hostile.
+READY_OR_DISK: Final = "RD"
 LONGEST_LOOK_S: Final = 5.0  # between two looks; all threads of all descendants are read
 LOOKS: Final = 10  # within a limit
 SLOW_AFTER_S: Final = 15.0
@@ -57,7 +57,7 @@ class WorkClock:
         self._pid = pid
         self._states = states
         self._looked_at = time.monotonic()
-        self._cpu_s = _look(pid, states)[0]
+        self._cpu_s = _read_clock(pid, states)[0]
         self.own_s = self.wall_s = self.cpu_s = 0.0
 
     def look(self, most_s: float = float("inf")) -> float:
@@ -69,7 +69,7 @@ class WorkClock:
         now = time.monotonic()
         wall_s = now - self._looked_at
         self._looked_at = now
-        cpu_s, waits = _look(self._pid, self._states)
+        cpu_s, waits = _read_clock(self._pid, self._states)
         used_s = sum(seconds - self._cpu_s.get(pid, 0.0) for pid, seconds in cpu_s.items())
         self._cpu_s = cpu_s
         own_s = min(used_s if waits else wall_s, wall_s, most_s)
@@ -150,7 +150,8 @@ class _Watch:
         self._pid = pid
         self._limit_s = limit_s
         self._name = name
-        self._clock: WorkClock | None = None  # most answers come before the first look
+        # Most answers come before the first look.
+        self._clock: WorkClock | None = None
         self._reminders = Reminders()
         self.every_s = min(limit_s / LOOKS, LONGEST_LOOK_S)
 
@@ -167,7 +168,7 @@ class _Watch:
             log.warning("%s is slow: no answer in %s; still waiting", self._name, clock)
 
 
-def _look(pid: int, states: str) -> tuple[dict[int, float], bool]:
+def _read_clock(pid: int, states: str) -> tuple[dict[int, float], bool]:
     """Return the processor time of a process and its descendants, and whether a thread but this is
     in such a state.
     """

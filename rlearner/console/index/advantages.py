@@ -1,6 +1,4 @@
-"""Computes the advantages of a group again, where they follow from its records and the run's
-settings alone.
-"""
+"""Computes advantages again, where they follow from the group's records and settings."""
 
 from __future__ import annotations
 
@@ -60,7 +58,8 @@ def group_advantages(
     except (ConfigError, ValidationError, ValueError, TypeError, ArithmeticError) as error:
         return (
             None,
-            f"they cannot be computed: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            f"they cannot be computed: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}",
         )
     if group.ticket not in positions:
         return None, "the group was not selected for training (algorithm.keep_fraction)"
@@ -70,9 +69,7 @@ def group_advantages(
 def _groups_of_step(
     connection: sqlite3.Connection, folder: Path, group: wire.Group, way: Provenance
 ) -> tuple[list[wire.Group], str]:
-    """Return the groups that a group's step was trained on, in that order, or why they are not
-    there.
-    """
+    """Return the groups that a group's step was trained on, in order, or why they are missing."""
     if not way.step:
         return [], "they depend on the whole step, and no step has trained the group"
     rows = connection.execute(
@@ -83,7 +80,8 @@ def _groups_of_step(
     if sum(length or 0 for _, length in rows) > MAX_STEP_BYTES:
         return (
             [],
-            f"they depend on the whole step, whose records have more than {MAX_STEP_BYTES >> 20} MiB",
+            f"they depend on the whole step, whose records have more than {MAX_STEP_BYTES >> 20} "
+            "MiB",
         )
     groups = []
     for seq, _ in rows:

@@ -39,14 +39,13 @@ class IndexStatus:
     database: str = ""
 
 
-# -------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # steps
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric over the steps that have it; with fewer points than steps, each bucket's lowest
-    and highest.
+    """One metric by step; with fewer points than steps, each bucket's lowest and highest.
 
     Attributes:
         steps: ascending.
@@ -84,7 +83,7 @@ class Event:
     approximate: bool = False
 
 
-# ----------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # timeline
 
 
@@ -247,9 +246,7 @@ class Token:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive tokens: what the policy sampled in one turn with one version, or read (turn 0;
-    only as text).
-    """
+    """Consecutive tokens: sampled in one turn with one version, or read (turn 0, only text)."""
 
     turn: int
     start: int
@@ -375,7 +372,7 @@ class EvaluatedTask:
     prompt: str
 
 
-# -------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # runs
 
 

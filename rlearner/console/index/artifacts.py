@@ -1,6 +1,4 @@
-"""Indexes evaluations, checkpoints and the events of ``rlearner up``: files that are read whole
-when they change.
-"""
+"""Indexes evaluations, checkpoints and events of ``rlearner up``: files that are read whole."""
 
 from __future__ import annotations
 
@@ -28,42 +26,45 @@ Reader = Callable[[sqlite3.Connection, Source, Path, re.Match[str], os.stat_resu
 
 def update(connection: sqlite3.Connection, folder: Path) -> None:
     """Follow the files of these folders."""
-    _follow(connection, folder / EVALS, EVALS, _EVALUATION, "", _read_evaluation)
-    _follow(connection, folder / LOGS, LOGS, re.compile(re.escape(EVENTS)), "", _read_events)
-    _follow(
+    events = re.compile(re.escape(EVENTS))
+    _follow_folder(connection, folder, EVALS, pattern=_EVALUATION, read=_read_evaluation)
+    _follow_folder(connection, folder, LOGS, pattern=events, read=_read_events)
+    _follow_folder(
         connection,
-        folder / CHECKPOINTS,
+        folder,
         CHECKPOINTS,
-        _CHECKPOINT,
-        "learner/learner.json",
-        _read_checkpoint,
+        pattern=_CHECKPOINT,
+        inside="learner/learner.json",
+        read=_read_checkpoint,
     )
 
 
-def _follow(
+def _follow_folder(
     connection: sqlite3.Connection,
-    folder: Path,
+    run_folder: Path,
     kind: str,
+    *,
     pattern: re.Pattern[str],
-    inside: str,
     read: Reader,
+    inside: str = "",
 ) -> None:
+    folder = run_folder / kind
     sources = followed.sources_of(connection, kind)
     matches: dict[str, tuple[re.Match[str], os.stat_result]] = {}
-    for name, match in _named(folder, pattern):
+    for name, match in _matching_files(folder, pattern):
         try:
             matches[name] = match, os.stat(f"{folder}/{name}/{inside}".rstrip("/"))
         except OSError:  # being deleted
             continue
     for name, source in sources.items():
         if name not in matches:
-            _remove(connection, source)
+            _remove_rows(connection, source)
             followed.forget(connection, source)
     for name, (match, status) in matches.items():
         source = sources.get(name) or followed.begin(connection, kind, name)
         if source.is_as_seen(status):
             continue
-        _remove(connection, source)
+        _remove_rows(connection, source)
         source.ino = status.st_ino
         source.size = status.st_size
         source.mtime = status.st_mtime_ns
@@ -72,7 +73,7 @@ def _follow(
         followed.save(connection, source)
 
 
-def _named(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[str, re.Match[str]]]:
+def _matching_files(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[str, re.Match[str]]]:
     try:
         names = sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -82,7 +83,7 @@ def _named(folder: Path, pattern: re.Pattern[str]) -> Iterator[tuple[str, re.Mat
             yield name, match
 
 
-def _remove(connection: sqlite3.Connection, source: Source) -> None:
+def _remove_rows(connection: sqlite3.Connection, source: Source) -> None:
     connection.execute("DELETE FROM evaluated WHERE source = ?", (source.id,))
     connection.execute("DELETE FROM events WHERE source = ?", (source.id,))
 
@@ -123,8 +124,11 @@ def _read_evaluation(
         episodes = episodes + len(tries)
         successes = successes + sum(tries)
     if episodes:
-        text = f"{policy} evaluated after step {step}: success {successes / episodes:.3f} of {episodes} episodes"
-        _note(connection, source, status.st_mtime, step, "evaluation", text)
+        text = (
+            f"{policy} evaluated after step {step}: success {successes / episodes:.3f} of "
+            f"{episodes} episodes"
+        )
+        _note_event(connection, source, status.st_mtime, step=step, kind="evaluation", text=text)
 
 
 def _read_checkpoint(
@@ -135,7 +139,8 @@ def _read_checkpoint(
     status: os.stat_result,
 ) -> None:
     step = int(match[1])
-    _note(connection, source, status.st_mtime, step, "checkpoint", f"checkpoint of step {step}")
+    text = f"checkpoint of step {step}"
+    _note_event(connection, source, status.st_mtime, step=step, kind="checkpoint", text=text)
 
 
 def _read_events(
@@ -151,33 +156,35 @@ def _read_events(
             time = float(row["time"])
             text = " ".join(str(row["text"]).split())[:500]
         except (ValueError, KeyError, TypeError, RecursionError):
-            continue  # cut off at the begin, or not written to the end
+            # Cut off at the begin, or not written to the end.
+            continue
         kind = row.get("kind") if row.get("kind") in KINDS else "note"
-        _note(
+        _note_event(
             connection,
             source,
             time,
-            -1,
-            kind,
-            text,
-            who=str(row.get("who", ""))[:100],
+            step=-1,
+            kind=kind,
+            text=text,
+            process=str(row.get("who", ""))[:100],
             key=str(number),
         )
 
 
-def _note(
+def _note_event(
     connection: sqlite3.Connection,
     source: Source,
     time: float,
     step: int,
     kind: str,
     text: str,
-    who: str = "",
+    process: str = "",
     key: str = "",
 ) -> None:
-    row: tuple[Any, ...] = (source.id, key, time, step, kind, text, who)
+    row: tuple[Any, ...] = (source.id, key, time, step, kind, text, process)
     connection.execute(
-        "INSERT INTO events (source, key, time, step, kind, text, who) VALUES (?, ?, ?, ?, ?, ?, ?)",
+        "INSERT INTO events (source, key, time, step, kind, text, who) VALUES (?, ?, ?, ?, ?, ?, "
+        "?)",
         row,
     )
 

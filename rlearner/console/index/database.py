@@ -1,6 +1,4 @@
-"""Opens the database of an index: private, in the run's folder or a cache; a damaged one is moved
-aside.
-"""
+"""Opens an index's database, private; a damaged one is moved aside."""
 
 from __future__ import annotations
 
@@ -52,9 +50,7 @@ class DatabaseUnavailableError(Exception):
 
 
 def place(folder: Path) -> Path:
-    """Return where the index of a run's folder is: in it, or in the user's cache if it cannot be
-    written.
-    """
+    """Return the path of a run's index: in its folder, or in the user's cache if read-only."""
     own = folder / NAME
     if os.access(own, os.W_OK) if own.exists() else os.access(folder, os.W_OK):
         return own
@@ -87,7 +83,7 @@ def open_writer(path: Path) -> sqlite3.Connection:
             connection.execute("PRAGMA journal_size_limit=16777216")
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             if version != VERSION:
-                _create(connection, version)
+                _create_tables(connection, version)
         except BaseException:
             connection.close()
             raise
@@ -120,13 +116,14 @@ def has_fts(connection: sqlite3.Connection) -> bool:
     return row is not None and "fts5" in row[0]
 
 
-def _create(connection: sqlite3.Connection, version: int) -> None:
+def _create_tables(connection: sqlite3.Connection, version: int) -> None:
     """Make the tables.
 
     Raises:
         DatabaseDamagedError: if there are those of another version.
     """
-    connection.execute("BEGIN IMMEDIATE")  # another console may do the same
+    # Another console may do the same.
+    connection.execute("BEGIN IMMEDIATE")
     try:
         version = connection.execute("PRAGMA user_version").fetchone()[0]
         if version == VERSION:

@@ -19,10 +19,10 @@ def evaluations(connection: sqlite3.Connection) -> list[EvaluationResult]:
     grouped: dict[tuple[int, str], list[tuple[Any, ...]]] = {}
     for row in rows:
         grouped.setdefault((row[0], row[1]), []).append(row)
-    return [_result(own) for own in grouped.values()]
+    return [_evaluation_result(own) for own in grouped.values()]
 
 
-def _result(rows: list[tuple[Any, ...]]) -> EvaluationResult:
+def _evaluation_result(rows: list[tuple[Any, ...]]) -> EvaluationResult:
     step, policy, mtime = rows[0][:3]
     tries = [[True] * row[5] + [False] * (row[4] - row[5]) for row in rows if row[4]]
     low, high = success_interval(tries) if tries else (0.0, 1.0)
@@ -49,7 +49,8 @@ def _result(rows: list[tuple[Any, ...]]) -> EvaluationResult:
 
 def evaluated_tasks(connection: sqlite3.Connection, step: int, policy: str) -> list[EvaluatedTask]:
     rows = connection.execute(
-        "SELECT step, policy, number, domain, task_index, episodes, successes, reward_sum / max(episodes, 1), frames,"
+        "SELECT step, policy, number, domain, task_index, episodes, successes, reward_sum / "
+        "max(episodes, 1), frames,"
         " prompt FROM evaluated WHERE step = ? AND policy = ? ORDER BY source, number",
         (step, policy),
     )

@@ -1,6 +1,4 @@
-"""Queries of events: those that were noted, and the starts of the learner, which follow from the
-ledger.
-"""
+"""Queries of events: noted ones, and the learner's starts, which follow from the ledger."""
 
 from __future__ import annotations
 
@@ -28,22 +26,25 @@ def events(
     last = end if end is not None else float("inf")
     kind_filter = f" AND kind IN ({', '.join('?' * len(kinds))})" if kinds else ""
     noted = connection.execute(
-        f"SELECT time, step, kind, text, who FROM events WHERE time BETWEEN ? AND ?{kind_filter} ORDER BY time DESC LIMIT ?",
+        f"SELECT time, step, kind, text, who FROM events WHERE time BETWEEN ? AND ?{kind_filter} "
+        "ORDER BY time DESC LIMIT ?",
         (first, last, *kinds, newest),
     ).fetchall()
-    events_list = [_noted(connection, *row) for row in noted]
+    events_list = [_noted_event(connection, *row) for row in noted]
     if not kinds or EPOCH in kinds:
-        events_list += [event for event in _epochs(connection) if first <= event.time <= last]
-    return sorted(events_list, key=lambda one: (one.time, one.step, one.kind, one.text))[-newest:]
+        events_list += [event for event in _epoch_events(connection) if first <= event.time <= last]
+    return sorted(events_list, key=lambda event: (event.time, event.step, event.kind, event.text))[
+        -newest:
+    ]
 
 
-def _noted(
+def _noted_event(
     connection: sqlite3.Connection, time: float, step: int, kind: str, text: str, who: str
 ) -> Event:
     return Event(time, step if step >= 0 else step_at(connection, time), kind, text, who)
 
 
-def _epochs(connection: sqlite3.Connection) -> Iterator[Event]:
+def _epoch_events(connection: sqlite3.Connection) -> Iterator[Event]:
     """Yield an event for each record by which a learner set its rules when it started."""
     old_rules = _first_rules(connection)
     for seq, body in connection.execute(
@@ -61,7 +62,7 @@ def _epochs(connection: sqlite3.Connection) -> Iterator[Event]:
         old_rules = rules
         more = [f"and {len(lines) - MAX_CHANGES} more"] if len(lines) > MAX_CHANGES else []
         settings = f": {', '.join([*lines[:MAX_CHANGES], *more])}" if lines else ""
-        step, time = _place(connection, seq)
+        step, time = _epoch_place(connection, seq)
         text = f"learner started, epoch {row[0]}{settings}" if row else f"learner started{settings}"
         yield Event(time, step, EPOCH, text, "learner", approximate=True)
 
@@ -75,12 +76,11 @@ def _first_rules(connection: sqlite3.Connection) -> dict[str, Any] | None:
     return ledger_file.decode_line(row[0]).rules if row else None
 
 
-def _place(connection: sqlite3.Connection, seq: int) -> tuple[int, float]:
-    """Return how many steps were completed at a record, and about when it was consumed: as the next
-    step began.
-    """
+def _epoch_place(connection: sqlite3.Connection, seq: int) -> tuple[int, float]:
+    """Return the steps completed at a record, and about when it was consumed."""
     row = connection.execute(
-        "SELECT max(step) FROM ledger_lines WHERE ticket = 0 AND state IN ('boundary', 'summary') AND seq < ?",
+        "SELECT max(step) FROM ledger_lines WHERE ticket = 0 AND state IN ('boundary', "
+        "'summary') AND seq < ?",
         (seq,),
     ).fetchone()
     step = int(row[0]) if row[0] is not None else 0

@@ -39,12 +39,12 @@ class Source:
 
     def is_as_seen(self, status: os.stat_result) -> bool:
         """Return whether it was read as far as possible, and nothing was written since."""
-        seen = (self.ino, self.size, self.mtime) == (
+        is_same = (self.ino, self.size, self.mtime) == (
             status.st_ino,
             status.st_size,
             status.st_mtime_ns,
         )
-        return bool(self.whole) and seen
+        return bool(self.whole) and is_same
 
     def has_only_grown(self, file: int, status: os.stat_result) -> bool:
         """Return whether what was read is still at its place."""
@@ -76,7 +76,6 @@ def sources_of(connection: sqlite3.Connection, kind: str) -> dict[str, Source]:
 
 
 def begin(connection: sqlite3.Connection, kind: str, name: str, first: int = 0) -> Source:
-    """Begin to follow a file."""
     row = connection.execute(
         "INSERT INTO sources (kind, name, first) VALUES (?, ?, ?)", (kind, name, first)
     )
@@ -97,9 +96,7 @@ def forget(connection: sqlite3.Connection, source: Source) -> None:
 
 @dataclass(frozen=True)
 class Line:
-    """A complete line without its newline; ``crc`` is the checksum of the file up to ``end``,
-    behind the newline.
-    """
+    """A complete line without its newline; ``crc``: checksum of the file up to ``end``."""
 
     start: int
     end: int
@@ -116,8 +113,7 @@ def open_file(path: Path) -> int:
 
 
 def same_lines(file: int, ends: Iterable[tuple[int, int]]) -> int:
-    """Return the end of the last of some lines up to which a file is as it was, 0 if already the
-    first one differs.
+    """Return the end of the last line up to which a file is unchanged, 0 without one.
 
     Args:
         ends: (end, checksum) of every line, ascending.
@@ -140,9 +136,7 @@ def same_lines(file: int, ends: Iterable[tuple[int, int]]) -> int:
 
 
 def next_lines(file: int, offset: int, crc: int) -> Iterator[Line]:
-    """Yield the complete lines from a place on, about ``READ_BYTES`` of them, at least one if there
-    is one.
-    """
+    """Yield the complete lines from a place on: about ``READ_BYTES``, at least one."""
     buffer = b""
     num_bytes = READ_BYTES
     while b"\n" not in buffer:

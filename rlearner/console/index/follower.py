@@ -1,6 +1,4 @@
-"""Keeps the index of a run up to date in a thread, rebuilds a damaged one, and waits while the disk
-is full.
-"""
+"""Keeps a run's index up to date in a thread, rebuilds a damaged one, waits on a full disk."""
 
 from __future__ import annotations
 
@@ -44,8 +42,10 @@ class RunFollower:
     def __init__(
         self, folder: Path, changed: Callable[[], None] = lambda: None, path: Path | None = None
     ) -> None:
-        self.folder, self.path = folder, path or database.place(folder)
-        self._suspect = threading.Event()  # an answer found damage
+        self.folder = folder
+        self.path = path or database.place(folder)
+        # An answer found damage.
+        self._suspect = threading.Event()
         self.queries = RunQueries(folder, self.path, self._suspect.set)
         self.live = LiveSpans()
         self._changed = changed
@@ -60,7 +60,6 @@ class RunFollower:
         self._inode = 0
 
     def start(self) -> None:
-        """Begin to follow."""
         self._thread.start()
 
     def close(self) -> None:
@@ -89,7 +88,8 @@ class RunFollower:
                 self._set_aside()
             except UserError as error:
                 self._wait(str(error))
-            except Exception as error:  # the pages stay, with what was indexed so far
+            except Exception as error:
+                # The pages stay, with what was indexed so far.
                 log.exception("index of %s", self.folder)
                 self._wait(f"the console's index failed: {type(error).__name__}: {error}")
 
@@ -110,7 +110,8 @@ class RunFollower:
                     self._stop.wait(POLL_S)
                     continue
                 if database.identity(self.path) != index.inode:
-                    return  # deleted, or set aside by another console
+                    # Deleted, or set aside by another console.
+                    return
                 if self._suspect.is_set():
                     raise DatabaseDamagedError("an answer could not be read")
                 more = index.update(only_steps=looks % LOOKS > 0)
@@ -118,7 +119,8 @@ class RunFollower:
                 version = index.version()
                 looks = 0 if more else looks + 1
                 if version != old_version or self._state != "current":
-                    self._notes, self._counts = tuple(index.notes()), index.counts()
+                    self._notes = tuple(index.notes())
+                    self._counts = index.counts()
                 self._note(more=more)
                 if version != old_version:
                     self._changed()

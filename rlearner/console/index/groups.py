@@ -1,6 +1,4 @@
-"""Reads one group from the archive, token by token as ``rlearner show --tokens``, and its way as
-``rlearner trace``.
-"""
+"""Reads one group from the archive token by token, and its provenance."""
 
 from __future__ import annotations
 
@@ -41,18 +39,17 @@ _tokenizers: OrderedDict[tuple[str, int], tuple[Tokenizer | None, str]] = Ordere
 def group(connection: sqlite3.Connection, folder: Path, ticket: int) -> GroupView:
     way, record = provenance(connection, folder, ticket)
     if record is None:
-        raise UserError(
-            f"ticket {ticket} has no record yet"
-            if not way.seq
-            else f"record {way.seq} is {NOWHERE}"
-        )
+        if way.seq:
+            raise UserError(f"record {way.seq} is {NOWHERE}")
+        raise UserError(f"ticket {ticket} has no record yet")
     if not isinstance(record.message, wire.Group):
         summary = describe_record(record)
         raise UserError(
-            f"ticket {ticket} has no group: {summary.get('reason', 'malformed')}, {summary.get('detail')}"
+            f"ticket {ticket} has no group: {summary.get('reason', 'malformed')}, "
+            f"{summary.get('detail')}"
         )
     config = settings(folder)
-    tokenizer, origin = _tokenizer(config, folder)
+    tokenizer, origin = _run_tokenizer(config, folder)
     message = record.message
     advantages, why_none = group_advantages(connection, folder, config, message, way)
     unavailable = {"advantage": why_none} if why_none else {}
@@ -62,7 +59,7 @@ def group(connection: sqlite3.Connection, folder: Path, ticket: int) -> GroupVie
     except UserError as error:
         unavailable |= dict.fromkeys(("entropy", "ratio"), str(error))
     views = [
-        _view(
+        _view_trajectory(
             i,
             trajectory,
             tokenizer,
@@ -71,8 +68,17 @@ def group(connection: sqlite3.Connection, folder: Path, ticket: int) -> GroupVie
         )
         for i, trajectory in enumerate(message.trajectories)
     ]
-    head = (ticket, way, message.prompt, message.reference, message.temperature, origin)
-    return GroupView(*head, views, unavailable, list(message.frames))
+    return GroupView(
+        ticket,
+        way,
+        message.prompt,
+        reference=message.reference,
+        temperature=message.temperature,
+        tokenizer=origin,
+        trajectories=views,
+        unavailable=unavailable,
+        frames=list(message.frames),
+    )
 
 
 def provenance(
@@ -86,7 +92,9 @@ def provenance(
     seq = tickets.record_of(lines)
     summary = ticket_summary(lines)
     record = read_record(connection, folder, seq) if seq else None
-    source = "no record yet" if not seq else ARCHIVE if record else NOWHERE
+    source = ARCHIVE
+    if record is None:
+        source = NOWHERE if seq else "no record yet"
     summary |= {"record": {"seq": seq, "source": source, "stored_at": ""}}
     if step := summary.get("step", 0):
         time = series.time_of(connection, step)
@@ -95,19 +103,25 @@ def provenance(
         )
     if record is not None:
         summary |= describe_record(record)
-    head = (ticket, summary["state"], summary.get("domain", ""), summary.get("task_index", -1))
-    way = Provenance(*head, step=step, seq=seq, text=text_of(summary))
+    way = Provenance(
+        ticket,
+        summary["state"],
+        summary.get("domain", ""),
+        task_index=summary.get("task_index", -1),
+        step=step,
+        seq=seq,
+        text=text_of(summary),
+    )
     return way, record
 
 
-def _tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer | None, str]:
-    """Return the run's tokenizer and its path, or None and the reason; the last few runs' stay
-    loaded.
-    """
+def _run_tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer | None, str]:
+    """Return the run's tokenizer and its path, or None and the reason; keeps a few loaded."""
     try:
         key = str(folder), (folder / "config.yaml").stat().st_mtime_ns
     except OSError:
         key = str(folder), 0
+    # Loading takes seconds, so of several threads that need a tokenizer only the first loads it.
     with _loading:
         if key not in _tokenizers:
             model = RunSettings.of_config({"model": config.get("model")}).model
@@ -117,7 +131,7 @@ def _tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer | Non
         return _tokenizers[key]
 
 
-def _view(
+def _view_trajectory(
     ordinal: int,
     trajectory: wire.Trajectory,
     tokenizer: Tokenizer | None,
@@ -146,30 +160,33 @@ def _view(
             )
             for token in piece["tokens"]
         ]
-        head = (
-            piece["turn"],
-            piece["start"],
-            piece["end"],
-            piece["text"],
-            sampled,
-            piece["server"],
+        pieces.append(
+            Piece(
+                piece["turn"],
+                piece["start"],
+                piece["end"],
+                text=piece["text"],
+                tokens=sampled,
+                server=piece["server"],
+                version=piece["policy_version"],
+                reward=piece["reward"],
+                valid=piece["valid"],
+                finish_reason=piece["finish_reason"],
+                logprob=piece["logprob"],
+            )
         )
-        more = (
-            piece["policy_version"],
-            piece["reward"],
-            piece["valid"],
-            piece["finish_reason"],
-            piece["logprob"],
-        )
-        pieces.append(Piece(*head, *more))
     parts = {name: value for name, value in trajectory.reward_parts.items() if "/" not in name}
     notes = {name: value for name, value in trajectory.reward_parts.items() if "/" in name}
-    outcome = (
-        trajectory.success,
-        trajectory.end,
-        trajectory.greedy,
-        trajectory.response,
-        dict(trajectory.metrics),
-        pieces,
+    return TrajectoryView(
+        ordinal,
+        trajectory.episode,
+        trajectory.reward,
+        reward_parts=parts,
+        notes=notes,
+        success=trajectory.success,
+        end=trajectory.end,
+        greedy=trajectory.greedy,
+        response=trajectory.response,
+        metrics=dict(trajectory.metrics),
+        pieces=pieces,
     )
-    return TrajectoryView(ordinal, trajectory.episode, trajectory.reward, parts, notes, *outcome)

@@ -1,5 +1,4 @@
-"""Records the spans that processes report: single spans for a while, and sums in buckets for the
-whole run.
+"""Records reported spans: single ones for a while, sums in buckets for the whole run.
 
 Kept are the newest single spans and the newest buckets of each width, a bounded number of rows
 however long the run.
@@ -22,15 +21,20 @@ MAX_ROWS: Final = 400_000  # single spans, and buckets of each width
 MAX_EVENTS: Final = 20_000  # of processes
 FLUSH_S: Final = 2.0
 PRUNE_EVERY: Final = 200  # flushes
-MAX_PENDING: Final = 5_000  # reports between two flushes; further ones are lost
+# Reports between two flushes; further ones are lost.
+MAX_PENDING: Final = 5_000
 MAX_LANES: Final = 4096
-JOIN_GAP_S: Final = 0.1  # work without a break whose reports touch is one span
+# Work without a break whose reports touch is one span.
+JOIN_GAP_S: Final = 0.1
 # the longest such span, so that a range of time finds those that reach into it
 JOIN_UP_TO_S: Final = 60.0
-SOLID: Final = 0.02  # share by which busy time and length may differ in it
+# Share by which busy time and length may differ in it.
+SOLID: Final = 0.02
 _OLDEST: Final = "SELECT bucket FROM buckets WHERE width = ? ORDER BY bucket"
-SILENT_S: Final = 15.0  # a process that says nothing for so long has left
-AGAIN_S: Final = 60.0  # a report so little older than the newest was recorded by another console
+# A process that says nothing for so long has left.
+SILENT_S: Final = 15.0
+# A report so little older than the newest was recorded by another console.
+AGAIN_S: Final = 60.0
 # before and after now; a span outside is of a clock that is wrong
 PLAUSIBLE_S: Final = (86_400.0, 3_600.0)
 
@@ -74,7 +78,8 @@ class LiveSpans:
         self._step = -1
         self._flushed = 0.0
         self._flushes = 0
-        self.lost = 0  # spans that were not recorded
+        # Spans that were not recorded.
+        self.lost = 0
 
     def add(self, metrics: wire.Metrics) -> None:
         """Take the metrics of a process."""
@@ -125,7 +130,7 @@ class LiveSpans:
             if (lane := lanes.accepting(report)) is None:
                 continue
             for span in report.spans:
-                _store(connection, lane, span)
+                _store_spans(connection, lane, span)
                 if not span.sample:
                     _add_up(sums, lane, span)
         lanes.save()
@@ -146,12 +151,13 @@ class LiveSpans:
             for event in events
         ]
         connection.executemany(
-            "INSERT OR IGNORE INTO events (source, key, time, step, kind, text, who) VALUES (0, ?, ?, ?, ?, ?, ?)",
+            "INSERT OR IGNORE INTO events (source, key, time, step, kind, text, who) VALUES (0, "
+            "?, ?, ?, ?, ?, ?)",
             rows,
         )
         self._flushes += 1
         if self._flushes % PRUNE_EVERY == 1:
-            _prune(connection)
+            _prune_spans(connection)
 
     def flushed(self) -> None:
         """Forget what the last ``flush`` has written."""
@@ -184,9 +190,11 @@ class LiveSpans:
             text = f"{role} {process} left, or was not heard for {SILENT_S:.0f} s{suffix}"
             self._note(max(at, since), "left", text, process)
 
-    def _note(self, at: float, kind: str, text: str, who: str) -> None:
+    def _note(self, at: float, kind: str, text: str, process: str) -> None:
         if len(self._events) < MAX_PENDING:
-            self._events.append(_LiveEvent(at, self._step, kind, " ".join(text.split())[:500], who))
+            self._events.append(
+                _LiveEvent(at, self._step, kind, " ".join(text.split())[:500], process)
+            )
 
 
 class _Lanes:
@@ -200,9 +208,7 @@ class _Lanes:
         self._changed: set[str] = set()
 
     def accepting(self, report: _Report) -> int | None:
-        """Return the lane of a report; None if it was recorded already, or there are too many
-        lanes.
-        """
+        """Return the lane of a report; None if it is recorded already, or lanes are used up."""
         if report.lane not in self._ids:
             if len(self._ids) >= MAX_LANES:
                 return None
@@ -220,10 +226,11 @@ class _Lanes:
         self._connection.executemany("UPDATE lanes SET until = ? WHERE name = ?", rows)
 
 
-def _store(connection: sqlite3.Connection, lane: int, span: wire.Span) -> None:
+def _store_spans(connection: sqlite3.Connection, lane: int, span: wire.Span) -> None:
     if not span.sample and _is_solid(span.seconds, span.end - span.start):
         old_row = connection.execute(
-            "SELECT start, end, seconds, count FROM spans WHERE start BETWEEN ? AND ? AND lane = ? AND kind = ?"
+            "SELECT start, end, seconds, count FROM spans WHERE start BETWEEN ? AND ? AND lane = "
+            "? AND kind = ?"
             " AND step = ? AND ticket = 0 ORDER BY start DESC LIMIT 1",
             (span.start - JOIN_UP_TO_S, span.start + JOIN_GAP_S, lane, span.kind, span.step),
         ).fetchone()
@@ -235,7 +242,8 @@ def _store(connection: sqlite3.Connection, lane: int, span: wire.Span) -> None:
         ):
             place = (old_row[0], lane, span.kind, old_row[1])
             connection.execute(
-                "UPDATE spans SET end = ?, seconds = ?, count = ? WHERE start = ? AND lane = ? AND kind = ?"
+                "UPDATE spans SET end = ?, seconds = ?, count = ? WHERE start = ? AND lane = ? "
+                "AND kind = ?"
                 " AND ticket = 0 AND end = ?",
                 (span.end, old_row[2] + span.seconds, old_row[3] + span.count, *place),
             )
@@ -259,9 +267,7 @@ def _is_solid(seconds: float, length: float) -> bool:
 
 
 def _add_up(sums: dict[tuple[int, int, int, str], list[float]], lane: int, span: wire.Span) -> None:
-    """Spread a span's busy time evenly over the buckets that it touches; its pieces count where it
-    ends.
-    """
+    """Spread a span's busy time over its buckets; its pieces count where it ends."""
     length = span.end - span.start
     for width in WIDTHS:
         first = int(span.start // width)
@@ -274,7 +280,7 @@ def _add_up(sums: dict[tuple[int, int, int, str], list[float]], lane: int, span:
             total[1] += span.count if bucket == last else 0
 
 
-def _prune(connection: sqlite3.Connection) -> None:
+def _prune_spans(connection: sqlite3.Connection) -> None:
     """Delete the oldest rows beyond ``MAX_ROWS``, and note since when they are kept."""
     for width, query in (
         (0, "SELECT start FROM spans ORDER BY start"),
@@ -302,7 +308,7 @@ def _prune(connection: sqlite3.Connection) -> None:
 
 
 def kept_since(connection: sqlite3.Connection, width: int) -> float:
-    """Return since when single spans (width 0) or buckets of a width are kept, 0: none was deleted."""
+    """Return since when single spans (width 0) or buckets of a width are kept; 0: always."""
     row = connection.execute(
         "SELECT value FROM meta WHERE name = ?", (f"kept_since.{width}",)
     ).fetchone()

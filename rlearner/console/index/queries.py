@@ -33,8 +33,7 @@ from rlearner.console.index.answers import (
 
 
 class RunQueries:
-    """Reader of one run's index; every method may be called from any thread, and blocks for
-    milliseconds.
+    """Reader of one run's index; methods may run in any thread, and block for milliseconds.
 
     While the index is built the answers are those of the part that was read so far.
 
@@ -51,7 +50,8 @@ class RunQueries:
     def __init__(
         self, folder: Path, path: Path | None = None, damaged: Callable[[], None] = lambda: None
     ) -> None:
-        self.folder, self.path = folder, path or database.place(folder)
+        self.folder = folder
+        self.path = path or database.place(folder)
         self._damaged = damaged
         self._local = threading.local()
 
@@ -68,7 +68,7 @@ class RunQueries:
             return series.last_values(self._connection(), names)
 
     def newest_rows(self, count: int) -> list[dict[str, float]]:
-        """Return the numbers of the newest steps by name, as lines of metrics.jsonl, oldest first."""
+        """Return the metrics of the newest steps by name, oldest first."""
         with self._asking():
             return series.newest_rows(self._connection(), count)
 
@@ -95,9 +95,7 @@ class RunQueries:
         kinds: Sequence[str] = (),
         newest: int = 1000,
     ) -> list[Event]:
-        """Return the ``newest`` events of a range of time in its order, those of unknown time
-        first.
-        """
+        """Return the ``newest`` events of a range of time, those of unknown time first."""
         with self._asking():
             return events.events(self._connection(), start, end, kinds, newest)
 
@@ -116,8 +114,7 @@ class RunQueries:
     def spans(
         self, start: float, end: float, resolution_s: float = 0.0, max_spans: int = 2000
     ) -> Timeline:
-        """Return what processes did in a range of time, added up so that there are at most
-        ``max_spans``.
+        """Return what processes did in a range of time, in at most ``max_spans`` spans.
 
         Args:
             resolution_s: length below which spans need not be told apart.
@@ -134,7 +131,7 @@ class RunQueries:
 
     def search(
         self,
-        wanted: TrajectoryFilter = TrajectoryFilter(),  # noqa: B008 - frozen
+        criteria: TrajectoryFilter = TrajectoryFilter(),  # noqa: B008 - frozen
         order: answers.Order = "newest",
         limit: int = 50,
         after: str = "",
@@ -151,11 +148,10 @@ class RunQueries:
             ConfigError: if ``after`` or ``order`` is none of these.
         """
         with self._asking():
-            return search.search(self._connection(), wanted, order, limit, after, count=count)
+            return search.search(self._connection(), criteria, order, limit, after, count=count)
 
     def group(self, ticket: int) -> GroupView:
-        """Return one group with all its episodes, token by token; takes longer the first time, for
-        the tokenizer.
+        """Return one group with all its episodes, token by token; slower the first time.
 
         Raises:
             UserError: if there is no such ticket, or its record is not in the archive.
@@ -204,13 +200,12 @@ class RunQueries:
             raise
 
     def close(self) -> None:
-        """Close this thread's connection."""
         if (opened := getattr(self._local, "held", None)) is not None:
             opened[1].close()
             self._local.held = None
 
     def _connection(self) -> sqlite3.Connection:
-        """Return this thread's connection to the present database; a rebuilt one is another file."""
+        """Return this thread's connection; a rebuilt database is another file."""
         inode = database.identity(self.path)
         opened: tuple[int, sqlite3.Connection] | None = getattr(self._local, "held", None)
         if opened is not None and opened[0] == inode:

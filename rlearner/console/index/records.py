@@ -1,7 +1,7 @@
 """Indexes the archive of consumed records: where each frame is, and the trajectories in it.
 
-A file ends where the next one begins, as for ``learner.credit.archive.read_frames``: of two files that
-hold the same record the newer one counts. A damaged frame hides the rest of its file.
+A file ends where the next one begins, as for ``learner.credit.archive.read_frames``: of two files
+that hold the same record the newer one counts. A damaged frame hides the rest of its file.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from rlearner.console.index.texts import preview, searchable
 
 NO_END: Final = 2**62
 ROUND_BYTES: Final = 4 * 2**20  # read in one round
-_TRAJECTORY: Final = "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 'arrived', ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_TRAJECTORY: Final = (
+    "INSERT INTO trajectories VALUES (?, ?, ?, ?, ?, ?, ?, ?, 0, 'arrived', ?, "
+    "?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
 
 
 def update(connection: sqlite3.Connection, folder: Path) -> tuple[bool, set[int]]:
-    """Read what is new, at most a few MB; return whether there may be more, and the tickets whose
-    records changed.
-    """
+    """Read a few MB at most; return whether there may be more, and the tickets that changed."""
     sources = followed.sources_of(connection, "frames")
     changed = set[int]()
     more = False
-    files = _files(folder / archive.FOLDER)
+    files = _archive_files(folder / archive.FOLDER)
     for name in [name for name in sources if name not in files]:
-        changed |= _cut(connection, sources[name], 0, 0)
+        changed |= _cut_frames(connection, sources[name], 0, 0)
         followed.forget(connection, sources[name])
     for name, following in pairwise([*files, ""]):
         file = followed.open_file(folder / archive.FOLDER / name)
@@ -45,7 +46,7 @@ def update(connection: sqlite3.Connection, folder: Path) -> tuple[bool, set[int]
             continue
         try:
             source = sources.get(name) or followed.begin(connection, "frames", name, files[name])
-            has_more, tickets = _read(connection, file, source, files.get(following, NO_END))
+            has_more, tickets = _read_frames(connection, file, source, files.get(following, NO_END))
         finally:
             os.close(file)
         changed |= tickets
@@ -55,12 +56,12 @@ def update(connection: sqlite3.Connection, folder: Path) -> tuple[bool, set[int]
     return more, changed
 
 
-def _files(folder: Path) -> dict[str, int]:
+def _archive_files(folder: Path) -> dict[str, int]:
     """Return the first sequence of each file by name, ascending."""
     return {path.name: first for first, path in archive.archive_files(folder) if first < NO_END}
 
 
-def _read(
+def _read_frames(
     connection: sqlite3.Connection, file: int, source: Source, until: int
 ) -> tuple[bool, set[int]]:
     status = os.fstat(file)
@@ -68,11 +69,11 @@ def _read(
     if source.is_as_seen(status) and source.until == until:
         return False, changed
     if not source.has_only_grown(file, status):
-        changed |= _cut(
+        changed |= _cut_frames(
             connection, source, _same_frames(connection, file, source, status.st_size), 0
         )
     if until < source.until:
-        changed |= _cut(connection, source, source.offset, until)
+        changed |= _cut_frames(connection, source, source.offset, until)
     source.until = until
     stop_at = source.offset + ROUND_BYTES
     source.problem = ""
@@ -145,7 +146,9 @@ def _same_frames(connection: sqlite3.Connection, file: int, source: Source, size
     return end
 
 
-def _cut(connection: sqlite3.Connection, source: Source, offset: int, until: int) -> set[int]:
+def _cut_frames(
+    connection: sqlite3.Connection, source: Source, offset: int, until: int
+) -> set[int]:
     """Take back frames from a place on, or those from a sequence on, and return their tickets."""
     if until:
         row = connection.execute(
@@ -160,14 +163,14 @@ def _cut(connection: sqlite3.Connection, source: Source, offset: int, until: int
     num_deleted = connection.execute(
         f"DELETE FROM trajectories WHERE grp IN ({own})", place
     ).rowcount
-    _count(connection, -num_deleted)
+    _count_trajectories(connection, -num_deleted)
     connection.execute("DELETE FROM groups WHERE source = ? AND offset >= ?", place)
     connection.execute("DELETE FROM frames WHERE source = ? AND offset >= ?", place)
     source.offset = min(source.offset, offset)
     return {ticket for (ticket,) in rows}
 
 
-def _count(connection: sqlite3.Connection, more: int) -> None:
+def _count_trajectories(connection: sqlite3.Connection, more: int) -> None:
     """Keep the number of trajectories, which would take long to count each time it is shown."""
     if more:
         connection.execute("UPDATE meta SET value = value + ? WHERE name = 'trajectories'", (more,))
@@ -180,10 +183,9 @@ class _Rows:
         self._connection = connection
         self._source = source
         numbers = dict(connection.execute("SELECT name, seq FROM sqlite_sequence").fetchall())
-        self._group, self._trajectory = (
-            int(numbers.get("groups", 0)),
-            int(numbers.get("trajectories", 0)),
-        )
+        # Numbers of the newest rows; sqlite gives deleted ones to no other row (AUTOINCREMENT).
+        self._group = int(numbers.get("groups", 0))
+        self._trajectory = int(numbers.get("trajectories", 0))
         self._frames: list[tuple[Any, ...]] = []
         self._groups: list[tuple[Any, ...]] = []
         self._trajectories: list[tuple[Any, ...]] = []
@@ -211,18 +213,23 @@ class _Rows:
             self._trajectory += 1
             head = (self._trajectory, self._group, place[2], ordinal, group.ticket)
             self._trajectories.append(
-                (*head, trajectory.episode, group.domain, group.task_index, *_figures(trajectory))
+                (
+                    *head,
+                    trajectory.episode,
+                    group.domain,
+                    group.task_index,
+                    *_trajectory_figures(trajectory),
+                )
             )
             if trajectory.response:
                 self._responses.append((self._trajectory, searchable(trajectory.response)))
 
     def store(self) -> None:
-        """Write them."""
         connection = self._connection
         connection.executemany("INSERT INTO frames VALUES (?, ?, ?, ?, ?, ?, ?, ?)", self._frames)
         connection.executemany("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?, ?)", self._groups)
         connection.executemany(_TRAJECTORY, self._trajectories)
-        _count(connection, len(self._trajectories))
+        _count_trajectories(connection, len(self._trajectories))
         connection.executemany(
             "INSERT INTO prompt_texts (rowid, text) VALUES (?, ?)", self._prompts
         )
@@ -231,7 +238,7 @@ class _Rows:
         )
 
 
-def _figures(trajectory: wire.Trajectory) -> tuple[Any, ...]:
+def _trajectory_figures(trajectory: wire.Trajectory) -> tuple[Any, ...]:
     runs = wire.growable_array(trajectory.version_runs)
     versions = [
         version for version, length in zip(runs[::2], runs[1::2], strict=True) if length > 0
@@ -253,7 +260,8 @@ def _figures(trajectory: wire.Trajectory) -> tuple[Any, ...]:
 def read_record(connection: sqlite3.Connection, folder: Path, seq: int) -> LogRecord | None:
     """Return an archived record, None if it is not there or damaged."""
     place = connection.execute(
-        "SELECT s.name, f.offset, f.length, f.digest, f.ticket FROM frames f JOIN sources s ON s.id = f.source"
+        "SELECT s.name, f.offset, f.length, f.digest, f.ticket FROM frames f JOIN sources s ON "
+        "s.id = f.source"
         " WHERE f.seq = ? ORDER BY s.first DESC LIMIT 1",
         (seq,),
     ).fetchone()
@@ -268,7 +276,8 @@ def read_record(connection: sqlite3.Connection, folder: Path, seq: int) -> LogRe
         data = os.pread(file, length, offset + archive.HEADER_BYTES)
     finally:
         os.close(file)
-    if bytes.fromhex(digest_record(data)) != check:  # cut or written again since it was indexed
+    # Cut or written again since it was indexed.
+    if bytes.fromhex(digest_record(data)) != check:
         return None
     message, error = decode_message(data, SAMPLES.messages)
     return LogRecord(seq, message, error, ticket, data)

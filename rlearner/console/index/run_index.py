@@ -34,7 +34,8 @@ class RunIndex:
     def __init__(
         self, folder: Path, path: Path | None = None, live: LiveSpans | None = None
     ) -> None:
-        self.folder, self.path = folder, path or database.place(folder)
+        self.folder = folder
+        self.path = path or database.place(folder)
         self.inode = database.identity(self.path)
         self.connection = database.open_writer(self.path)
         self.inode = database.identity(self.path)
@@ -114,12 +115,11 @@ class RunIndex:
         return self.connection.total_changes, int(data_version)
 
     def counts(self) -> tuple[float, int, int]:
-        """Return the share of the files' bytes that was read, the newest step, and the number of
-        trajectories.
-        """
+        """Return the share of bytes that was read, the newest step, the number of trajectories."""
         with database.explained():
             read, size = self.connection.execute(
-                "SELECT total(offset), total(size) FROM sources WHERE kind IN ('steps', 'ledger', 'frames')"
+                "SELECT total(offset), total(size) FROM sources WHERE kind IN ('steps', "
+                "'ledger', 'frames')"
             ).fetchone()
             step = self.connection.execute("SELECT max(step) FROM steps").fetchone()[0]
             count = self.connection.execute(

@@ -59,7 +59,7 @@ class RunList:
         now = asyncio.get_running_loop().time()
         async with self._reading:
             if now - self._read_at >= LIST_S:
-                self._files = await asyncio.to_thread(_read, self._root)
+                self._files = await asyncio.to_thread(_read_runs, self._root)
                 self._read_at = now
         if (self._asking is None or self._asking.done()) and now - self._asked_at >= LIST_S:
             self._asking = asyncio.create_task(self._ask(self._files))
@@ -69,11 +69,10 @@ class RunList:
         ):
             await asyncio.wait({self._asking}, timeout=wait_s)
         return await asyncio.to_thread(
-            lambda: [_row(one, self._answers.get(one.folder)) for one in self._files]
+            lambda: [_run_row(run, self._answers.get(run.folder)) for run in self._files]
         )
 
     async def close(self) -> None:
-        """Stop asking."""
         if self._asking is not None:
             self._asking.cancel()
             await asyncio.gather(self._asking, return_exceptions=True)
@@ -108,46 +107,52 @@ def settings(folder: Path) -> dict[str, Any]:
         status = (folder / "config.yaml").stat()
     except OSError:
         return {}
-    return _settings(folder, status.st_ino, status.st_mtime_ns, status.st_size)
+    return _cached_settings(folder, status.st_ino, status.st_mtime_ns, status.st_size)
 
 
 @lru_cache(KEPT_SETTINGS)
-def _settings(folder: Path, *_: int) -> dict[str, Any]:
+def _cached_settings(folder: Path, *_: int) -> dict[str, Any]:
     return read_settings(folder)
 
 
-def _read(root: Path) -> list[RunFiles]:
+def _read_runs(root: Path) -> list[RunFiles]:
     return [read_files(path.parent, settings) for path in sorted(root.glob("*/config.yaml"))]
 
 
-def _row(run: RunFiles, answer: tuple[bool, str] | None) -> RunRow:
+def _run_row(run: RunFiles, answer: tuple[bool, str] | None) -> RunRow:
     last = {
         name: float(run.line[name]) for name in LAST if isinstance(run.line.get(name), int | float)
     }
-    model = _section(run.config, "model").get("path") or "small model of its own"
-    algorithm = _section(run.config, "algorithm")
+    model = _section_of(run.config, "model").get("path") or "small model of its own"
+    algorithm = _section_of(run.config, "algorithm")
     name = " with ".join(
         str(algorithm[key]) for key in ("adv_estimator", "loss") if algorithm.get(key)
     )
     is_training, problem = answer or (False, "")
-    state = (
-        UNASKED
-        if run.url and run.run and answer is None
-        else run.state(is_training=is_training, problem=problem)
+    state = run.state(is_training=is_training, problem=problem)
+    if run.url and run.run and answer is None:
+        state = UNASKED
+    return RunRow(
+        run.folder.name,
+        str(run.folder),
+        state,
+        step=run.step,
+        steps=run.steps,
+        changed=run.changed,
+        last=last,
+        domains=sorted(_section_of(run.config, "domains")),
+        model=str(model),
+        algorithm=name,
     )
-    head = (run.folder.name, str(run.folder), state, run.step, run.steps, run.changed)
-    return RunRow(*head, last, sorted(_section(run.config, "domains")), str(model), name)
 
 
-def _section(config: dict[str, Any], name: str) -> dict[str, Any]:
+def _section_of(config: dict[str, Any], name: str) -> dict[str, Any]:
     section = config.get(name)
     return section if isinstance(section, dict) else {}
 
 
 def setting_differences(folders: Sequence[Path]) -> list[SettingDifference]:
-    """Return the settings that are not the same in all of these runs, by dotted key, except name
-    and folder.
-    """
+    """Return the settings in which runs differ, by dotted key, except name and folder."""
     flat = {folder.name: flatten_settings(settings(folder)) for folder in folders}
     keys = dict.fromkeys(key for settings in flat.values() for key in settings)
     differences = []

@@ -25,8 +25,10 @@ ORDERS: Final[dict[str, tuple[str, str]]] = {  # expression, direction
     ),
 }
 _COLUMNS: Final = (
-    "t.id, t.seq, t.ordinal, t.ticket, t.episode, t.domain, t.task_index, t.step, t.state, t.reward, t.success, "
-    "t.ended, t.tokens, t.sampled, t.turns, t.oldest, t.newest, g.hub, t.servers, t.greedy, g.prompt, t.preview"
+    "t.id, t.seq, t.ordinal, t.ticket, t.episode, t.domain, t.task_index, t.step, t.state, "
+    "t.reward, t.success, "
+    "t.ended, t.tokens, t.sampled, t.turns, t.oldest, t.newest, g.hub, t.servers, t.greedy, "
+    "g.prompt, t.preview"
 )
 _FROM: Final = "FROM trajectories t"
 
@@ -42,7 +44,7 @@ def domains(connection: sqlite3.Connection) -> list[str]:
 
 def search(
     connection: sqlite3.Connection,
-    wanted: TrajectoryFilter,
+    criteria: TrajectoryFilter,
     order: str,
     limit: int,
     after: str,
@@ -51,13 +53,12 @@ def search(
 ) -> TrajectoryPage:
     if order not in ORDERS:
         raise ConfigError("order", order, f"one of {', '.join(ORDERS)}")
-    conditions, values = _conditions(connection, wanted)
+    conditions, values = _filter_conditions(connection, criteria)
     condition = " AND ".join(conditions) or "1"
-    total = (
-        connection.execute(f"SELECT count(*) {_FROM} WHERE {condition}", values).fetchone()[0]
-        if count
-        else None
-    )
+    total = None
+    if count:
+        query = f"SELECT count(*) {_FROM} WHERE {condition}"
+        total = connection.execute(query, values).fetchone()[0]
     expression, direction = ORDERS[order]
     # Scanning the index by seq and sorting is faster than walking another one until enough rows
     # match.
@@ -65,17 +66,19 @@ def search(
     if after:
         sign = "<" if direction == "DESC" else ">"
         condition += f" AND ({free}{expression}, t.seq, t.ordinal) {sign} (?, ?, ?)"
-        values = [*values, *_cursor(after)]
+        values = [*values, *_parse_cursor(after)]
     keys = dict.fromkeys([expression, "t.seq", "t.ordinal"])
     inner = ", ".join(f"{free}{column} {direction}" for column in keys)
     outer = ", ".join(f"{column} {direction}" for column in ("key", "t.seq", "t.ordinal"))
     rows = connection.execute(
-        f"SELECT key, {_COLUMNS} FROM (SELECT t.id AS found, {expression} AS key {_FROM} WHERE {condition}"
-        f" ORDER BY {inner} LIMIT ?) JOIN trajectories t ON t.id = found JOIN groups g ON g.id = t.grp"
+        f"SELECT key, {_COLUMNS} FROM (SELECT t.id AS found, {expression} AS key {_FROM} WHERE "
+        f"{condition}"
+        f" ORDER BY {inner} LIMIT ?) JOIN trajectories t ON t.id = found JOIN groups g ON g.id = "
+        "t.grp"
         f" ORDER BY {outer}",
         [*values, limit + 1],
     ).fetchall()
-    page_rows = [_row(row[1:]) for row in rows[:limit]]
+    page_rows = [_trajectory_row(row[1:]) for row in rows[:limit]]
     last = (
         json.dumps([rows[limit - 1][0], page_rows[-1].seq, page_rows[-1].ordinal])
         if len(rows) > limit and page_rows
@@ -84,14 +87,14 @@ def search(
     return TrajectoryPage(page_rows, last, total)
 
 
-def _row(row: tuple[Any, ...]) -> TrajectoryRow:
+def _trajectory_row(row: tuple[Any, ...]) -> TrajectoryRow:
     values = list(row)
     values[10] = bool(values[10])
     values[19] = bool(values[19])
     return TrajectoryRow(*values)
 
 
-def _cursor(after: str) -> list[float]:
+def _parse_cursor(after: str) -> list[float]:
     try:
         position = json.loads(after)
     except ValueError:
@@ -105,31 +108,31 @@ def _cursor(after: str) -> list[float]:
     return position
 
 
-def _conditions(
-    connection: sqlite3.Connection, wanted: TrajectoryFilter
+def _filter_conditions(
+    connection: sqlite3.Connection, criteria: TrajectoryFilter
 ) -> tuple[list[str], list[Any]]:
     choices: list[tuple[str, Any]] = [
-        ("t.step >= ?", None if wanted.min_step is None else max(wanted.min_step, 1)),
-        ("t.step <= ?", wanted.max_step),
-        ("t.step > ?", None if wanted.max_step is None else 0),
-        ("t.domain = ?", wanted.domain or None),
-        ("t.reward >= ?", wanted.min_reward),
-        ("t.reward <= ?", wanted.max_reward),
-        ("t.newest >= ?", wanted.min_version),
-        ("t.oldest <= ?", wanted.max_version),
-        ("t.oldest >= ?", None if wanted.max_version is None else 0),
-        ("t.success = ?", wanted.success),
-        ("t.state = ?", wanted.state or None),
-        ("t.ticket = ?", wanted.ticket),
-        ("t.task_index = ?", wanted.task_index),
-        ("instr(' ' || t.servers || ' ', ' ' || ? || ' ')", wanted.server or None),
-        ("t.grp IN (SELECT id FROM groups WHERE hub = ?)", wanted.hub or None),
+        ("t.step >= ?", None if criteria.min_step is None else max(criteria.min_step, 1)),
+        ("t.step <= ?", criteria.max_step),
+        ("t.step > ?", None if criteria.max_step is None else 0),
+        ("t.domain = ?", criteria.domain or None),
+        ("t.reward >= ?", criteria.min_reward),
+        ("t.reward <= ?", criteria.max_reward),
+        ("t.newest >= ?", criteria.min_version),
+        ("t.oldest <= ?", criteria.max_version),
+        ("t.oldest >= ?", None if criteria.max_version is None else 0),
+        ("t.success = ?", criteria.success),
+        ("t.state = ?", criteria.state or None),
+        ("t.ticket = ?", criteria.ticket),
+        ("t.task_index = ?", criteria.task_index),
+        ("instr(' ' || t.servers || ' ', ' ' || ? || ' ')", criteria.server or None),
+        ("t.grp IN (SELECT id FROM groups WHERE hub = ?)", criteria.hub or None),
     ]
     chosen_conditions = [(text, value) for text, value in choices if value is not None]
     conditions = [text for text, _ in chosen_conditions]
     values = [value for _, value in chosen_conditions]
-    if wanted.text.strip():
-        text, more = _text_condition(connection, wanted.text)
+    if criteria.text.strip():
+        text, more = _text_condition(connection, criteria.text)
         conditions.append(text)
         values += more
     return conditions, values

@@ -15,15 +15,20 @@ def metric_names(connection: sqlite3.Connection, search: str, limit: int) -> lis
     words = search.lower().split()
     names = [name for (name,) in connection.execute("SELECT name FROM metrics ORDER BY name")]
     matches = [name for name in names if all(word in name.lower() for word in words)]
-    alive = (name for name in matches if connection.execute(_ANY, (name,)).fetchone())
+    alive = (name for name in matches if connection.execute(_HAS_POINTS, (name,)).fetchone())
     return [name for name, _ in zip(alive, range(limit), strict=False)]
 
 
 _OF: Final = (
     "FROM points WHERE metric = (SELECT id FROM metrics WHERE name = ?) AND step BETWEEN ? AND ?"
 )
-_ANY: Final = "SELECT 1 FROM points WHERE metric = (SELECT id FROM metrics WHERE name = ?) LIMIT 1"
-_LAST: Final = "SELECT name, (SELECT value FROM points WHERE metric = metrics.id ORDER BY step DESC LIMIT 1) FROM metrics"
+_HAS_POINTS: Final = (
+    "SELECT 1 FROM points WHERE metric = (SELECT id FROM metrics WHERE name = ?) LIMIT 1"
+)
+_LAST: Final = (
+    "SELECT name, (SELECT value FROM points WHERE metric = metrics.id ORDER BY step "
+    "DESC LIMIT 1) FROM metrics"
+)
 
 
 def last_values(connection: sqlite3.Connection, names: Sequence[str]) -> dict[str, float]:
@@ -54,7 +59,7 @@ def series(
     times: dict[int, float] = {}
     series_by_name = {}
     for name in dict.fromkeys(names):
-        points, total = _points(connection, name, first_step, until, max_points)
+        points, total = _read_points(connection, name, first_step, until, max_points)
         if not points:
             continue
         if not times:
@@ -70,7 +75,7 @@ def series(
     return series_by_name
 
 
-def _points(
+def _read_points(
     connection: sqlite3.Connection, name: str, first: int, last: int, most: int
 ) -> tuple[list[tuple[int, float]], int]:
     """Return at most ``most`` points, the extremes of half as many ranges of steps, and how many
@@ -103,7 +108,8 @@ def _all_points(
 
 def step_at(connection: sqlite3.Connection, time: float) -> int:
     row = connection.execute(
-        "SELECT step FROM steps WHERE time <= ? AND step >= 0 ORDER BY time DESC, step DESC LIMIT 1",
+        "SELECT step FROM steps WHERE time <= ? AND step >= 0 ORDER BY time DESC, step DESC "
+        "LIMIT 1",
         (time,),
     ).fetchone()
     return int(row[0]) if row else 0

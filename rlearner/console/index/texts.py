@@ -9,7 +9,8 @@ MAX_CHARS: Final = 2**16  # of one text that are searchable
 PREVIEW_CHARS: Final = 160
 # Chinese, Japanese, Korean, Thai and others write without spaces: each character counts as a word
 _UNSPACED: Final = re.compile(
-    "([\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\ua960-\ua97f\uac00-\ud7ff\uf900-\ufaff\U00020000-\U0003ffff])"
+    "([\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\ua960-\ua97f"
+    "\uac00-\ud7ff\uf900-\ufaff\U00020000-\U0003ffff])"
 )
 _PART: Final = re.compile(r'"([^"]*)"?|(\S+)')
 

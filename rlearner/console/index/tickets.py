@@ -20,23 +20,22 @@ MALFORMED: Final = "malformed"
 
 
 def update(connection: sqlite3.Connection, folder: Path) -> tuple[bool, set[int]]:
-    """Read what is new, at most a few MB; return whether there may be more, and the tickets whose
-    lines changed.
-    """
+    """Read a few MB at most; return whether there may be more, and the tickets that changed."""
     sources = followed.sources_of(connection, "ledger")
     changed = set[int]()
     more = False
-    files = _files(folder / FOLDER)
+    files = _ledger_files(folder / FOLDER)
     for name in [name for name in sources if name not in files]:
-        changed |= _cut(connection, sources[name], 0)
+        changed |= _cut_lines(connection, sources[name], 0)
         followed.forget(connection, sources[name])
     for name, first in files.items():
         file = followed.open_file(folder / FOLDER / name)
-        if file < 0:  # a learner that resumes has just deleted it
+        # A learner that resumes has just deleted it.
+        if file < 0:
             continue
         try:
             source = sources.get(name) or followed.begin(connection, "ledger", name, first)
-            has_more, tickets = _read(connection, file, source)
+            has_more, tickets = _read_lines(connection, file, source)
         finally:
             os.close(file)
         changed |= tickets
@@ -46,7 +45,7 @@ def update(connection: sqlite3.Connection, folder: Path) -> tuple[bool, set[int]
     return more, changed
 
 
-def _files(folder: Path) -> dict[str, int]:
+def _ledger_files(folder: Path) -> dict[str, int]:
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):
@@ -64,7 +63,7 @@ def _files(folder: Path) -> dict[str, int]:
     return dict(sorted(numbers.items(), key=lambda item: item[1]))
 
 
-def _read(connection: sqlite3.Connection, file: int, source: Source) -> tuple[bool, set[int]]:
+def _read_lines(connection: sqlite3.Connection, file: int, source: Source) -> tuple[bool, set[int]]:
     status = os.fstat(file)
     changed = set[int]()
     if source.is_as_seen(status):
@@ -74,12 +73,12 @@ def _read(connection: sqlite3.Connection, file: int, source: Source) -> tuple[bo
             "SELECT end, crc FROM ledger_lines WHERE source = ? ORDER BY end", (source.id,)
         )
         source.offset = followed.same_lines(file, rows)
-        changed |= _cut(connection, source, source.offset)
+        changed |= _cut_lines(connection, source, source.offset)
     last = connection.execute(
         "SELECT crc FROM ledger_lines WHERE source = ? ORDER BY end DESC LIMIT 1", (source.id,)
     ).fetchone()
     lines = list(followed.next_lines(file, source.offset, last[0] if last else 0))
-    rows_of = [_row(source, line) for line in lines]
+    rows_of = [_ticket_row(source, line) for line in lines]
     connection.executemany("INSERT INTO ledger_lines VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)", rows_of)
     changed.update(int(row[4]) for row in rows_of if row[4])
     if lines:
@@ -92,7 +91,7 @@ def _read(connection: sqlite3.Connection, file: int, source: Source) -> tuple[bo
     return more, changed
 
 
-def _row(source: Source, line: Line) -> tuple[int, int, int, int, int, str, int, int, bytes]:
+def _ticket_row(source: Source, line: Line) -> tuple[int, int, int, int, int, str, int, int, bytes]:
     head = (source.id, line.end, line.crc, source.first)
     try:
         record = ledger_file.decode_line(line.data)
@@ -108,7 +107,7 @@ def _row(source: Source, line: Line) -> tuple[int, int, int, int, int, str, int,
     return *head, ticket, record.state, record.seq, record.step, line.data
 
 
-def _cut(connection: sqlite3.Connection, source: Source, offset: int) -> set[int]:
+def _cut_lines(connection: sqlite3.Connection, source: Source, offset: int) -> set[int]:
     """Take back the lines behind a place, and return their tickets."""
     place = (source.id, offset)
     rows = connection.execute(
@@ -137,7 +136,7 @@ def lines_of(connection: sqlite3.Connection, ticket: int) -> list[LedgerLine]:
 
 
 def record_of(lines: Iterable[LedgerLine]) -> int:
-    """Return the sequence of the record that ended a ticket or arrived for it, 0 if there is none."""
+    """Return the sequence of the record that ended a ticket or arrived for it; 0 without one."""
     return next(
         (line.seq for line in reversed(list(lines)) if line.seq and line.state not in NO_RECORD), 0
     )
@@ -168,7 +167,7 @@ def judge(connection: sqlite3.Connection, tickets: Iterable[int]) -> None:
         connection.execute(
             "INSERT OR REPLACE INTO tickets VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)", row
         )
-        states = _states(lines)
+        states = _record_states(lines)
         for (seq,) in connection.execute(
             "SELECT DISTINCT seq FROM trajectories WHERE ticket = ?", (ticket,)
         ).fetchall():
@@ -178,7 +177,7 @@ def judge(connection: sqlite3.Connection, tickets: Iterable[int]) -> None:
             )
 
 
-def _states(lines: Iterable[LedgerLine]) -> dict[int, tuple[str, int]]:
+def _record_states(lines: Iterable[LedgerLine]) -> dict[int, tuple[str, int]]:
     """Return (state, optimizer step or 0) of each record of a ticket, by sequence."""
     states: dict[int, tuple[str, int]] = {}
     for line in lines:

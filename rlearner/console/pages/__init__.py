@@ -1,3 +1,1 @@
-"""The console's pages; each builds its content from the index and the broker, and then sends only
-what changes.
-"""
+"""The console's pages: built from the index and the broker, then only changes are sent."""

@@ -1,6 +1,4 @@
-"""Messages that no process could use: why, by whom, what they hold; run again or deleted with
-``--actions``.
-"""
+"""Messages that no process could use: why, by whom, their content; retry or delete."""
 
 from __future__ import annotations
 
@@ -32,7 +30,6 @@ COLUMNS: Final[list[dict[str, Any]]] = [
 
 
 async def dead_letters_page(state: ConsoleState, run: ConsoleRun) -> None:
-    """Build the page."""
     page = Page(state)
     records: dict[int, LogRecord] = {}
     problem = ""
@@ -47,9 +44,9 @@ async def dead_letters_page(state: ConsoleState, run: ConsoleRun) -> None:
             banner(problem, "bad")
         with tag("div", classes="head"):
             tag("h1", "Dead letters")
-            count = tag("span", _count(records), "dim")
+            count = tag("span", _describe_count(records), "dim")
         with tag("section", classes="panel"):
-            grid = Grid("dead letters", COLUMNS, _rows(records), empty="none")
+            grid = Grid("dead letters", COLUMNS, _letter_rows(records), empty="none")
         detail = tag("section", aria_live="polite")
         if state.actions and records:
             with tag("section", classes="panel"):
@@ -62,15 +59,15 @@ async def dead_letters_page(state: ConsoleState, run: ConsoleRun) -> None:
         if record is not None:
             detail.clear()
             with detail:
-                _detail(page, state, run, record)
+                _letter_detail(page, state, run, record)
 
     async def again() -> None:
         records.clear()
         records.update(
             {record.seq: record for record in await actions.letters(await run.live.connected())}
         )
-        grid.change(_rows(records))
-        count._text = _count(records)
+        grid.change(_letter_rows(records))
+        count._text = _describe_count(records)
         count.update()
 
     async def purge() -> AsyncGenerator[str, None]:
@@ -82,7 +79,8 @@ async def dead_letters_page(state: ConsoleState, run: ConsoleRun) -> None:
     if state.actions and records:
         confirm(
             button,
-            f"Delete all dead letters of run {run.name} up to number {max(records)}, also those not shown?",
+            f"Delete all dead letters of run {run.name} up to number {max(records)}, also those "
+            "not shown?",
         )
         button.on("confirmed", lambda: perform(purged, button, purge))
     page.until_gone(run.live.listen(lambda: None))
@@ -93,11 +91,11 @@ def confirm(button: Element, question: str) -> None:
     button._props["data-confirm"] = question
 
 
-def _count(records: dict[int, LogRecord]) -> str:
+def _describe_count(records: dict[int, LogRecord]) -> str:
     return f"{len(records)}, the newest first"
 
 
-def _rows(records: dict[int, LogRecord]) -> list[dict[str, Any]]:
+def _letter_rows(records: dict[int, LogRecord]) -> list[dict[str, Any]]:
     rows = []
     for seq, record in records.items():
         letter = record.message
@@ -127,7 +125,7 @@ def _rows(records: dict[int, LogRecord]) -> list[dict[str, Any]]:
     return rows
 
 
-def _detail(page: Page, state: ConsoleState, run: ConsoleRun, record: LogRecord) -> None:
+def _letter_detail(page: Page, state: ConsoleState, run: ConsoleRun, record: LogRecord) -> None:
     letter = record.message
     with tag("div", classes="panel"):
         tag("h2", f"Dead letter {record.seq}")

@@ -48,7 +48,7 @@ async def fleet_page(state: ConsoleState, run: ConsoleRun, log_name: str) -> Non
     with frame(state, "Fleet", run.name, "fleet") as banners:
         with tag("div", classes="head"):
             tag("h1", "Fleet")
-            about = tag("span", _about(live.view), "dim")
+            about = tag("span", _describe_view(live.view), "dim")
         with tag("section", classes="panel"):
             flow = Flow(flow_parts(run, live.view))
         with tag("section", classes="panel"):
@@ -84,7 +84,7 @@ async def fleet_page(state: ConsoleState, run: ConsoleRun, log_name: str) -> Non
             if old_problem:
                 with banners:
                     banner(old_problem)
-        _set_text(about, _about(live.view))
+        _set_text(about, _describe_view(live.view))
         flow.change(flow_parts(run, live.view))
         grid.change(process_rows(live.view))
 
@@ -103,11 +103,14 @@ def _set_text(element: Element, text: str) -> None:
         element.update()
 
 
-def _about(view: BrokerView) -> str:
+def _describe_view(view: BrokerView) -> str:
     if view.problem:
         return ""
     reason = f" ({view.reason})" if view.reason else ""
-    return f"{len(view.processes)} processes on {view.broker}; the operator wants it {view.desired or 'running'}{reason}"
+    return (
+        f"{len(view.processes)} processes on {view.broker}; the operator wants it "
+        f"{view.desired or 'running'}{reason}"
+    )
 
 
 def process_rows(view: BrokerView) -> list[dict[str, Any]]:
@@ -115,22 +118,40 @@ def process_rows(view: BrokerView) -> list[dict[str, Any]]:
     rows = []
     for presence in view.processes:
         state = "asleep" if presence.asleep else presence.state
-        rows.append({
-            "key": f"{presence.role}.{presence.id}", "process": display_name(presence.role, presence.id),
-            "state": state, "state_tone": TONES.get(presence.state, ""),
-            "version": presence.policy_version if presence.policy_version >= 0 else None,
-            "busy": f"{presence.running}/{presence.slots}" if presence.slots else str(presence.running), "busy_sort": presence.running,
-            "waiting": presence.waiting, "speed": round(presence.speed) if presence.speed else None,
-            "idle": f"{presence.idle_ratio:.0%}" if presence.idle_ratio >= 0 else None, "idle_sort": presence.idle_ratio,
-            "memory": _memory(presence), "host": presence.host, "pid": str(presence.pid),
-            "serves": f"{presence.engine}, policy {presence.policy}" if presence.role == "rollout" else ", ".join(presence.serves),
-            "trouble": visible(presence.problem or presence.said) or None,
-            "trouble_tone": "bad" if presence.problem or " ERROR " in presence.said else "warn" if presence.said else "",
-        })  # fmt: skip
+        busy = str(presence.running)
+        if presence.slots:
+            busy += f"/{presence.slots}"
+        serves = ", ".join(presence.serves)
+        if presence.role == "rollout":
+            serves = f"{presence.engine}, policy {presence.policy}"
+        trouble_tone = "warn" if presence.said else ""
+        if presence.problem or " ERROR " in presence.said:
+            trouble_tone = "bad"
+        rows.append(
+            {
+                "key": f"{presence.role}.{presence.id}",
+                "process": display_name(presence.role, presence.id),
+                "state": state,
+                "state_tone": TONES.get(presence.state, ""),
+                "version": presence.policy_version if presence.policy_version >= 0 else None,
+                "busy": busy,
+                "busy_sort": presence.running,
+                "waiting": presence.waiting,
+                "speed": round(presence.speed) if presence.speed else None,
+                "idle": f"{presence.idle_ratio:.0%}" if presence.idle_ratio >= 0 else None,
+                "idle_sort": presence.idle_ratio,
+                "memory": _format_memory(presence),
+                "host": presence.host,
+                "pid": str(presence.pid),
+                "serves": serves,
+                "trouble": visible(presence.problem or presence.said) or None,
+                "trouble_tone": trouble_tone,
+            }
+        )
     return rows
 
 
-def _memory(presence: wire.Presence) -> str | None:
+def _format_memory(presence: wire.Presence) -> str | None:
     """Return the memory of a process of this host."""
     if presence.host != os.uname().nodename:
         return None
@@ -174,17 +195,42 @@ def flow_parts(run: ConsoleRun, view: BrokerView) -> list[dict[str, Any]]:
     arrived = values.get("queue/samples/depth")
     return [
         {"key": "learner", "node": "learner", "lines": [version, tickets]},
-        {"key": "tickets", "edge": "tickets", "count": waiting("tickets"), "title": "waiting for a hub"},
+        {
+            "key": "tickets",
+            "edge": "tickets",
+            "count": waiting("tickets"),
+            "title": "waiting for a hub",
+        },
         {"key": "envhub", "node": "environment hubs", "lines": several("envhub", "slots")},
-        {"key": "generate", "edge": "requests", "both": True, "title": "waiting in the servers",
-         "count": sum(presence.waiting for presence in by_role.get("rollout", [])) if view.processes else None},
+        {
+            "key": "generate",
+            "edge": "requests",
+            "both": True,
+            "title": "waiting in the servers",
+            "count": sum(presence.waiting for presence in by_role.get("rollout", []))
+            if view.processes
+            else None,
+        },
         {"key": "rollout", "node": "rollout servers", "lines": servers},
-        {"key": "episodes", "edge": "episodes", "count": waiting("episodes"), "title": "waiting for a reward hub"},
+        {
+            "key": "episodes",
+            "edge": "episodes",
+            "count": waiting("episodes"),
+            "title": "waiting for a reward hub",
+        },
         {"key": "rewardhub", "node": "reward hubs", "lines": several("rewardhub", "groups")},
-        {"key": "samples", "edge": "samples", "count": int(arrived) if arrived is not None else waiting("samples"),
-         "title": "in the log, kept until a checkpoint covers them"},
-        {"key": "back", "node": "learner", "lines": [learner_step(learner), f"dead letters {waiting('dead') or 0}"]},
-    ]  # fmt: skip
+        {
+            "key": "samples",
+            "edge": "samples",
+            "count": int(arrived) if arrived is not None else waiting("samples"),
+            "title": "in the log, kept until a checkpoint covers them",
+        },
+        {
+            "key": "back",
+            "node": "learner",
+            "lines": [learner_step(learner), f"dead letters {waiting('dead') or 0}"],
+        },
+    ]
 
 
 def learner_step(learner: list[wire.Presence]) -> str:

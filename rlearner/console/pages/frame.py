@@ -1,6 +1,4 @@
-"""What all pages have in common: header, tabs, banners, shortcuts, and the end of their
-subscriptions.
-"""
+"""What all pages share: header, tabs, banners, shortcuts, end of subscriptions."""
 
 from __future__ import annotations
 
@@ -26,15 +24,27 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 TABS: Final = (
-    ("", "Overview"), ("timeline", "Timeline"), ("fleet", "Fleet"), ("trajectories", "Trajectories"),
-    ("dead-letters", "Dead letters"), ("actions", "Actions"),
-)  # fmt: skip
+    ("", "Overview"),
+    ("timeline", "Timeline"),
+    ("fleet", "Fleet"),
+    ("trajectories", "Trajectories"),
+    ("dead-letters", "Dead letters"),
+    ("actions", "Actions"),
+)
 SHORTCUTS: Final = (
-    ("1", "runs"), ("2 … 7", "the tabs of a run, from the left"), ("/", "search"), ("t", "dark or light"),
-    ("?", "this list"), ("Tab, Enter", "links and buttons; the first Tab offers to skip to the content"),
-    ("← → Home End", "chart: along the steps; episode: from token to token; timeline: earlier, later"),
-    ("+ − f", "on the timeline: zoom in, out, whole run"), ("Esc", "leave a search field, end a zoom"),
-)  # fmt: skip
+    ("1", "runs"),
+    ("2 … 7", "the tabs of a run, from the left"),
+    ("/", "search"),
+    ("t", "dark or light"),
+    ("?", "this list"),
+    ("Tab, Enter", "links and buttons; the first Tab offers to skip to the content"),
+    (
+        "← → Home End",
+        "chart: along the steps; episode: from token to token; timeline: earlier, later",
+    ),
+    ("+ − f", "on the timeline: zoom in, out, whole run"),
+    ("Esc", "leave a search field, end a zoom"),
+)
 HEAD: Final = (
     '<link rel="stylesheet" href="/assets/console.css"><script src="/assets/console.js"></script>'
 )
@@ -105,9 +115,7 @@ def link(*parts: object) -> str:
 def frame(
     state: ConsoleState, title: str, run: str = "", tab: str | None = None
 ) -> Iterator[Element]:
-    """Build the header, and the element in which the page's content goes; yields that of its
-    banners.
-    """
+    """Build the header and the element of the content; yield the element of the banners."""
     name = f"{title} · {run}" if run else title
     ui.page_title(f"{name} · rlearner")
     tag("a", "Skip to the content", "skip", href="#main")
@@ -204,7 +212,8 @@ def index_lines(run: ConsoleRun) -> list[tuple[str, str]]:
         )
         lines.append(
             (
-                f"the index of this run is {activity}: {status.done:.0%}; until then not everything is shown",
+                f"the index of this run is {activity}: {status.done:.0%}; until then not "
+                "everything is shown",
                 "info",
             )
         )
@@ -212,9 +221,7 @@ def index_lines(run: ConsoleRun) -> list[tuple[str, str]]:
 
 
 async def ask(question: Callable[[], T]) -> T | None:
-    """Return the index's answer, asked in a thread; None if there is still no index after a short
-    wait.
-    """
+    """Return the index's answer; None if there is no index after a short wait."""
     deadline = asyncio.get_running_loop().time() + WAIT_FOR_INDEX_S
     while True:
         try:

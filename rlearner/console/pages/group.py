@@ -57,14 +57,14 @@ async def group_page(
         if problem:
             banner(problem, "bad")
         if view is not None:
-            _group(view, colour, episode)
+            _show_group(view, colour, episode)
         if way is not None:
             with tag("section", classes="panel"):
                 tag("h2", "Its way, as rlearner trace shows it")
                 tag("pre", "\n".join(way.text), "log", tabindex="0")
 
 
-def _group(view: GroupView, colour: str, episode: str) -> None:
+def _show_group(view: GroupView, colour: str, episode: str) -> None:
     if view.tokenizer.startswith("none"):
         banner(f"tokenizer: {view.tokenizer}")
     with tag("section", classes="panel"), tag("dl", classes="kv"):
@@ -89,7 +89,8 @@ def _group(view: GroupView, colour: str, episode: str) -> None:
         count += tokens
         if count > MAX_TOKENS and episodes:
             banner(
-                f"{len(selected_trajectories) - len(episodes)} more episodes are not shown; add ?episode=N to the address"
+                f"{len(selected_trajectories) - len(episodes)} more episodes are not shown; add "
+                "?episode=N to the address"
             )
             break
         episodes.append(plain)

@@ -1,6 +1,4 @@
-"""Operator's actions: pause, resume, drain, stop, checkpoint now, evaluate now. Only with
-``--actions``.
-"""
+"""Operator's actions: pause, resume, drain, stop, checkpoint, evaluate (``--actions``)."""
 
 from __future__ import annotations
 
@@ -53,7 +51,6 @@ REQUESTS: Final[tuple[tuple[Action, str, str], ...]] = (
 
 
 async def actions_page(state: ConsoleState, run: ConsoleRun) -> None:
-    """Build the page."""
     page = Page(state)
     with frame(state, "Actions", run.name, "actions") as banners:
         with tag("div", classes="head"):
@@ -74,10 +71,17 @@ async def actions_page(state: ConsoleState, run: ConsoleRun) -> None:
             )
             with tag("div", classes="actions"):
                 for command, title, text, asks in STATES:
-                    _action(title, text, f"{title} run {run.name}?" if asks else "", output,
-                            partial(_set, page, run, command, reason_field))  # fmt: skip
+                    _action_button(
+                        title,
+                        text,
+                        f"{title} run {run.name}?" if asks else "",
+                        output,
+                        partial(_set_desired, page, run, command, reason_field),
+                    )
                 for action, title, text in REQUESTS:
-                    _action(title, text, "", output, partial(_request, page, run, action))
+                    _action_button(
+                        title, text, "", output, partial(_request_action, page, run, action)
+                    )
         with tag("section", classes="panel"):
             tag("h2", "Outcome")
             output.move()
@@ -103,7 +107,7 @@ async def actions_page(state: ConsoleState, run: ConsoleRun) -> None:
     page.soon(refresh)()
 
 
-def _action(
+def _action_button(
     title: str,
     text: str,
     question: str,
@@ -118,7 +122,7 @@ def _action(
     button.on("confirmed" if question else "click", lambda: perform(output, button, lines))
 
 
-async def _set(
+async def _set_desired(
     page: Page, run: ConsoleRun, command: str, reason_field: dict[str, str]
 ) -> AsyncGenerator[str, None]:
     for line in await actions.set_desired(
@@ -127,6 +131,6 @@ async def _set(
         yield line
 
 
-async def _request(page: Page, run: ConsoleRun, action: Action) -> AsyncGenerator[str, None]:
+async def _request_action(page: Page, run: ConsoleRun, action: Action) -> AsyncGenerator[str, None]:
     async for line in actions.request(await run.live.connected(), action, page.session):
         yield line

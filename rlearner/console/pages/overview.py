@@ -1,6 +1,4 @@
-"""One run: its newest figures, curves with events on the axis, evaluations with intervals, any
-metric by search.
-"""
+"""One run: newest figures, curves with events, evaluations with intervals, any metric."""
 
 from __future__ import annotations
 
@@ -72,7 +70,6 @@ class Curve:
 
 
 async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None:
-    """Build the page of one run."""
     page = Page(state)
     queries = run.queries
     extra_metrics = [name for name in more.split(",") if name][:12]
@@ -87,13 +84,13 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
             queries.metric_names(),
         ),
     )
-    lines_by_name, events, results, last, metrics = await ask(question) or ({}, [], [], {}, [])  # fmt: skip
+    lines_by_name, events, results, last, metrics = await ask(question) or ({}, [], [], {}, [])
     with frame(state, "Overview", run.name, "") as banners:
         refresh_banners = index_banners(run, banners)
         with tag("div", classes="head"):
             tag("h1", run.name)
-            tag("span", _subtitle(run), "dim")
-        stats = Stats(_stats(run, last, run.live.view))
+            tag("span", _format_subtitle(run), "dim")
+        stats = Stats(_stat_tiles(run, last, run.live.view))
         limit = tag("p", "", "dim", data_bottleneck="")
         with tag("form", classes="form", method="get"):
             with tag("label", "any metric, or several with commas", "wide"):
@@ -107,29 +104,33 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
                 for name in metrics:
                     tag("option", value=name, label=find_metric(name).meaning)
             tag("button", "Show", "btn", type="submit")
-        marks = _marks(events)
+        marks = _event_marks(events)
         curves: list[Curve] = []
         with tag("div", classes="grid"):
             for name in extra_metrics:
-                _curve(curves, name, (name,), {}, lines_by_name, marks)
+                _add_curve(curves, name, (name,), bounds={}, lines=lines_by_name, marks=marks)
             with tag("section", classes="panel"):
                 title = f"{find_metric('eval/success_rate').heading}, with 95 % intervals"
-                evaluation = Chart(title, _evaluations(results), marks, low=0, high=1)
+                evaluation = Chart(title, _evaluation_series(results), marks, low=0, high=1)
             for title, names, bounds in CURVES:
                 if any(name in lines_by_name for name in names) or names[0] in ALWAYS_SHOWN:
-                    _curve(curves, title, names, bounds, lines_by_name, marks)
+                    _add_curve(
+                        curves, title, names, bounds=bounds, lines=lines_by_name, marks=marks
+                    )
         with tag("section", classes="panel"):
             tag("h2", "Events")
             columns: list[dict[str, Any]] = [
-                {"key": "when", "title": "when"}, {"key": "step", "title": "step", "n": True},
-                {"key": "kind", "title": "kind", "kind": "pill"}, {"key": "text", "title": "what", "wrap": True},
-            ]  # fmt: skip
+                {"key": "when", "title": "when"},
+                {"key": "step", "title": "step", "n": True},
+                {"key": "kind", "title": "kind", "kind": "pill"},
+                {"key": "text", "title": "what", "wrap": True},
+            ]
             list_of_events = Grid("events", columns, _event_rows(events), empty="no events yet")
         notes = run.follower.status().notes
         for note in notes:
             tag("p", note, "dim")
 
-    newest = _newest(lines_by_name)
+    newest = _newest_step(lines_by_name)
     has_changed = False
     clock = time.monotonic
     refreshed_at = 0.0
@@ -146,16 +147,18 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         fresh, last = answer or ({}, last)
         if goes_back:
             for curve in curves:
-                curve.chart.run_method("set", _series(curve.names, fresh))
-            fresh, newest = {}, _newest(fresh)
-        newest = max(newest, _newest(fresh))
-        points = {name: [line.steps, _digits(line.values)] for name, line in fresh.items()}
-        stats.change(_stats(run, last, run.live.view), points or None)
+                curve.chart.run_method("set", _metric_series(curve.names, fresh))
+            newest = _newest_step(fresh)
+            fresh = {}
+        newest = max(newest, _newest_step(fresh))
+        points = {name: [line.steps, _round_values(line.values)] for name, line in fresh.items()}
+        stats.change(_stat_tiles(run, last, run.live.view), points or None)
         refreshed_at = clock()
 
     async def refresh_live() -> None:
-        if clock() - refreshed_at > REFRESHED_S:  # else the steps bring it up to date
-            stats.change(_stats(run, last, run.live.view))
+        # Else the steps bring it up to date.
+        if clock() - refreshed_at > REFRESHED_S:
+            stats.change(_stat_tiles(run, last, run.live.view))
 
     async def refresh_slowly() -> None:
         nonlocal events, results, has_changed
@@ -166,19 +169,17 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         now = await ask(lambda: queries.events(newest=MARKS))
         if now is None or now == events:
             return
-        if _evaluated(now) != _evaluated(events):
+        if _evaluation_events(now) != _evaluation_events(events):
             results = await ask(queries.evaluations) or results
-            evaluation.run_method("set", _evaluations(results))
+            evaluation.run_method("set", _evaluation_series(results))
         events = now
         list_of_events.change(_event_rows(now))
-        evaluation.tell_all("marks", _marks(now))
+        evaluation.tell_all("marks", _event_marks(now))
 
     async def refresh_limit() -> None:
-        text = (
-            await ask(lambda: _bottleneck(queries.newest_rows(HISTORY), run.config))
-            if newest
-            else ""
-        )
+        if not newest:
+            return
+        text = await ask(lambda: _find_bottleneck(queries.newest_rows(HISTORY), run.config))
         if text and limit._text != f"bottleneck: {text}":
             limit._text = f"bottleneck: {text}"
             limit.update()
@@ -190,46 +191,52 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
     page.until_gone(ui.timer(SLOWLY_S, page.soon(refresh_slowly)).cancel)
 
 
-def _subtitle(run: ConsoleRun) -> str:
+def _format_subtitle(run: ConsoleRun) -> str:
     domains = run.config.get("domains")
     model = (run.config.get("model") or {}).get("path") or "small model of its own"
     return f"{', '.join(sorted(domains)) if isinstance(domains, dict) else ''} · {model}"
 
 
-def _curve(
-    curves: list[Curve], title: str, names: tuple[str, ...], bounds: dict[str, Any], lines: dict[str, Series],
+def _add_curve(
+    curves: list[Curve],
+    title: str,
+    names: tuple[str, ...],
+    bounds: dict[str, Any],
+    lines: dict[str, Series],
     marks: list[dict[str, Any]],
-) -> None:  # fmt: skip
+) -> None:
     present_names = tuple(name for name in names if name in lines) or names[:1]
     with tag("section", classes="panel"):
         curves.append(
-            Curve(Chart(title, _series(present_names, lines), marks, **bounds), present_names)
+            Curve(
+                Chart(title, _metric_series(present_names, lines), marks, **bounds), present_names
+            )
         )
 
 
-def _series(names: tuple[str, ...], lines: dict[str, Series]) -> list[dict[str, Any]]:
+def _metric_series(names: tuple[str, ...], lines: dict[str, Series]) -> list[dict[str, Any]]:
     """Return curves as ``chart.js`` takes them."""
     return [
-        {"name": name, "x": line.steps, "y": _digits(line.values)}
+        {"name": name, "x": line.steps, "y": _round_values(line.values)}
         if (line := lines.get(name))
         else {"name": name, "x": [], "y": []}
         for name in names
     ]
 
 
-def _newest(lines: dict[str, Series]) -> int:
+def _newest_step(lines: dict[str, Series]) -> int:
     return max([0, *(line.steps[-1] for line in lines.values() if line.steps)])
 
 
-def _digits(values: list[float]) -> list[float]:
+def _round_values(values: list[float]) -> list[float]:
     return [float(f"{value:.6g}") for value in values]
 
 
-def _stats(run: ConsoleRun, last: dict[str, float], live: BrokerView) -> list[dict[str, Any]]:
+def _stat_tiles(run: ConsoleRun, last: dict[str, float], live: BrokerView) -> list[dict[str, Any]]:
     step = run.follower.status().steps
     learner = next((presence for presence in live.processes if presence.role == "learner"), None)
     metrics = live.metrics.get("learner.learner") if learner is not None else None
-    state, note, tone = _state(run, step, live)
+    state, note, tone = _run_state(run, step, live)
     phase = metrics.text.get("phase", "") if metrics is not None else ""
     stats: list[dict[str, Any]] = [
         {"key": "state", "label": "state", "value": state, "note": phase or note, "tone": tone},
@@ -237,7 +244,7 @@ def _stats(run: ConsoleRun, last: dict[str, float], live: BrokerView) -> list[di
             "key": "step",
             "label": "step",
             "value": f"{step:,}",
-            "note": f"of {run.steps:,}{_left(run, step, last)}",
+            "note": f"of {run.steps:,}{_time_left(run, step, last)}",
         },
     ]
     for name in TILES:
@@ -266,8 +273,9 @@ def _stats(run: ConsoleRun, last: dict[str, float], live: BrokerView) -> list[di
     return stats
 
 
-def _state(run: ConsoleRun, step: int, live: BrokerView) -> tuple[str, str, str]:
-    if live.problem and live.processes:  # those that were there before the broker went
+def _run_state(run: ConsoleRun, step: int, live: BrokerView) -> tuple[str, str, str]:
+    # Those that were there before the broker went.
+    if live.problem and live.processes:
         return "broker away", live.problem, "warn"
     if any(presence.role == "learner" for presence in live.processes):
         if live.desired and live.desired != "running":
@@ -278,16 +286,14 @@ def _state(run: ConsoleRun, step: int, live: BrokerView) -> tuple[str, str, str]
     return "not running", live.problem or "no learner is running", "dim"
 
 
-def _left(run: ConsoleRun, step: int, last: dict[str, float]) -> str:
+def _time_left(run: ConsoleRun, step: int, last: dict[str, float]) -> str:
     seconds = last.get("time/step")
-    return (
-        f", {format_duration(seconds * (run.steps - step))} left"
-        if seconds and 0 < step < run.steps
-        else ""
-    )
+    if seconds and 0 < step < run.steps:
+        return f", {format_duration(seconds * (run.steps - step))} left"
+    return ""
 
 
-def _evaluations(results: list[EvaluationResult]) -> list[dict[str, Any]]:
+def _evaluation_series(results: list[EvaluationResult]) -> list[dict[str, Any]]:
     rows: dict[str, dict[str, Any]] = {}
     for result in results:
         line = rows.setdefault(
@@ -304,20 +310,21 @@ def _evaluations(results: list[EvaluationResult]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def _bottleneck(rows: list[dict[str, float]], config: dict[str, Any]) -> str:
+def _find_bottleneck(rows: list[dict[str, float]], config: dict[str, Any]) -> str:
     try:
         return advise(rows, config).line
     except NotFitted as error:
         return f"not known: {error}"
-    except (KeyError, TypeError, ValueError):  # settings of an old or damaged run
+    except (KeyError, TypeError, ValueError):
+        # Settings of an old or damaged run.
         return ""
 
 
-def _evaluated(events: list[Event]) -> list[Event]:
+def _evaluation_events(events: list[Event]) -> list[Event]:
     return [event for event in events if event.kind == "evaluation"]
 
 
-def _marks(events: list[Event]) -> list[dict[str, Any]]:
+def _event_marks(events: list[Event]) -> list[dict[str, Any]]:
     marked_events = [event for event in events if event.step >= 0]
     return [
         {"step": event.step, "kind": event.kind, "text": f"{event.kind}: {event.text}"[:160]}
@@ -339,9 +346,14 @@ def _event_rows(events: list[Event]) -> list[dict[str, Any]]:
             time.strftime("%m-%d %H:%M:%S", time.localtime(event.time)) if event.time else "–"
         )
         author = f"{event.who}: " if event.who and event.who not in event.text else ""
-        rows.append({
-            "key": f"{event.time} {event.kind} {event.text}", "when": ("≈ " if event.approximate else "") + time_text,
-            "step": event.step if event.step >= 0 else None, "kind": event.kind, "kind_tone": tones.get(event.kind, ""),
-            "text": f"{author}{event.text}",
-        })  # fmt: skip
+        rows.append(
+            {
+                "key": f"{event.time} {event.kind} {event.text}",
+                "when": ("≈ " if event.approximate else "") + time_text,
+                "step": event.step if event.step >= 0 else None,
+                "kind": event.kind,
+                "kind_tone": tones.get(event.kind, ""),
+                "text": f"{author}{event.text}",
+            }
+        )
     return rows

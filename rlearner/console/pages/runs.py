@@ -1,6 +1,4 @@
-"""All runs: their state and newest figures, curves of several on one chart, and where their
-settings differ.
-"""
+"""All runs: state and newest figures, curves on one chart, differing settings."""
 
 from __future__ import annotations
 
@@ -30,8 +28,12 @@ POINTS: Final = 800
 REFRESH_S: Final = 5.0
 FIRST_S: Final = 3.0  # after which a live run was heard
 TONES: Final = {
-    "training": "live", "starting": "warn", "finished": "good", "broker away": "warn", "unreadable": "bad",
-}  # fmt: skip
+    "training": "live",
+    "starting": "warn",
+    "finished": "good",
+    "broker away": "warn",
+    "unreadable": "bad",
+}
 COLUMNS: Final[list[dict[str, Any]]] = [
     {"key": "pick", "title": "", "kind": "pick", "sort": False},
     {"key": "name", "title": "run"},
@@ -48,7 +50,6 @@ COLUMNS: Final[list[dict[str, Any]]] = [
 
 
 async def runs_page(state: ConsoleState, compare: str, metric: str) -> None:
-    """Build the page of all runs."""
     page = Page(state)
     rows = await state.list.rows()
     names = {row.name for row in rows}
@@ -68,10 +69,11 @@ async def runs_page(state: ConsoleState, compare: str, metric: str) -> None:
             field = tag("input", classes="in", **search)
             field.on(
                 "input",
-                js_handler="(e) => dispatchEvent(new CustomEvent('grid-filter', {detail: e.target.value}))",
+                js_handler="(e) => dispatchEvent(new CustomEvent('grid-filter', {detail: "
+                "e.target.value}))",
             )
         with tag("div", classes="panel"):
-            table_rows = _rows(rows, compared)
+            table_rows = _run_rows(rows, compared)
             grid = Grid(
                 "runs", COLUMNS, table_rows, filterable=True, empty=f"no runs in {state.root}"
             )
@@ -79,27 +81,27 @@ async def runs_page(state: ConsoleState, compare: str, metric: str) -> None:
             def pick(event: GenericEventArguments) -> None:
                 now = [name for name in compared if name != event.args]
                 now += [] if event.args in compared else [event.args]
-                ui.navigate.to(_address(now[-MAX_COMPARED:], metric))
+                ui.navigate.to(_page_address(now[-MAX_COMPARED:], metric))
 
             grid.on("pick", pick)
         if compared:
-            await _compared(state, compared, metric)
+            await _show_comparison(state, compared, metric)
         else:
             tag("p", "Tick runs to compare their curves and settings.", "dim")
 
     async def again() -> None:
-        grid.change(_rows(await state.list.rows(), compared))
+        grid.change(_run_rows(await state.list.rows(), compared))
 
     timer = ui.timer(REFRESH_S, again)
     ui.timer(FIRST_S, again, once=True)
     page.until_gone(timer.cancel)
 
 
-def _address(names: list[str], metric: str) -> str:
+def _page_address(names: list[str], metric: str) -> str:
     return "/?" + urlencode({"compare": ",".join(names), "metric": metric}) if names else "/"
 
 
-def _rows(rows: list[RunRow], compared: list[str]) -> list[dict[str, Any]]:
+def _run_rows(rows: list[RunRow], compared: list[str]) -> list[dict[str, Any]]:
     now = time.time()
     return [
         {
@@ -125,7 +127,7 @@ def _rows(rows: list[RunRow], compared: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-async def _compared(state: ConsoleState, names_compared: list[str], metric: str) -> None:
+async def _show_comparison(state: ConsoleState, names_compared: list[str], metric: str) -> None:
     """Build the curves and the differences of several runs."""
     series = []
     names = set[str]()
@@ -166,16 +168,16 @@ async def _compared(state: ConsoleState, names_compared: list[str], metric: str)
             ]
             tag("p", f"without {metric}: {', '.join(missing)}", "dim")
     if len(folders) > 1:
-        _differences(names_compared, await asyncio.to_thread(setting_differences, folders))
+        _show_differences(names_compared, await asyncio.to_thread(setting_differences, folders))
 
 
-def _differences(compared: list[str], differences: list[SettingDifference]) -> None:
+def _show_differences(compared: list[str], differences: list[SettingDifference]) -> None:
     columns: list[dict[str, Any]] = [{"key": "setting", "title": "setting", "mono": True}]
     columns += [{"key": f"run_{i}", "title": name, "wrap": True} for i, name in enumerate(compared)]
     rows = [
         {"key": difference.key, "setting": difference.key}
         | {
-            f"run_{i}": _text(difference.values[name]) if name in difference.values else "–"
+            f"run_{i}": _format_value(difference.values[name]) if name in difference.values else "–"
             for i, name in enumerate(compared)
         }
         for difference in differences
@@ -185,7 +187,7 @@ def _differences(compared: list[str], differences: list[SettingDifference]) -> N
         Grid("settings that differ", columns, rows, empty="the settings are the same")
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return (
         value
         if isinstance(value, str)

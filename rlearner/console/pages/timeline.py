@@ -27,12 +27,12 @@ async def timeline_page(state: ConsoleState, run: ConsoleRun, step: str) -> None
     start, end = await ask(run.queries.extent) or (0.0, 0.0)
     view = await ask(lambda: step_range(run, step)) if step else None
     view_range = view or (start, max(end, start + 1.0))
-    data = await _data(run, *view_range, PIXELS)
+    data = await _timeline_data(run, *view_range, PIXELS)
     with frame(state, "Timeline", run.name, "timeline") as banners:
         refresh_banners = index_banners(run, banners)
         with tag("div", classes="head"):
             tag("h1", "Timeline")
-            tag("span", _since(data["live_since"]), "dim")
+            tag("span", _format_since(data["live_since"]), "dim")
             tag("span", classes="grow")
             with tag("form", classes="form", method="get", style="margin:0"):
                 with tag("label", "step"):
@@ -58,7 +58,9 @@ async def timeline_page(state: ConsoleState, run: ConsoleRun, step: str) -> None
         last = float(arguments["end"])
         pixels = int(arguments.get("px") or PIXELS)
         if last > first:
-            lanes.run_method("set", await _data(run, first, last, min(max(pixels, 100), 4000)))
+            lanes.run_method(
+                "set", await _timeline_data(run, first, last, min(max(pixels, 100), 4000))
+            )
 
     async def refresh() -> None:
         refresh_banners()
@@ -85,14 +87,15 @@ def step_range(run: ConsoleRun, text: str) -> tuple[float, float] | None:
     return start - around, end + around
 
 
-async def _data(run: ConsoleRun, start: float, end: float, pixels: int) -> dict[str, Any]:
+async def _timeline_data(run: ConsoleRun, start: float, end: float, pixels: int) -> dict[str, Any]:
     empty_timeline = Timeline(start, end, [], [])
     timeline, events, extent = await ask(
         lambda: (
             run.queries.spans(start, end, (end - start) / pixels, MAX_SPANS),
-            run.queries.events(start, end, MARKED, MARKS), run.queries.extent(),
+            run.queries.events(start, end, MARKED, MARKS),
+            run.queries.extent(),
         )
-    ) or (empty_timeline, list[Event](), (start, end))  # fmt: skip
+    ) or (empty_timeline, list[Event](), (start, end))
     number = {name: i for i, name in enumerate(timeline.lanes)}
     return {
         "lanes": timeline.lanes,
@@ -120,7 +123,7 @@ async def _data(run: ConsoleRun, start: float, end: float, pixels: int) -> dict[
     }
 
 
-def _since(live_since: float) -> str:
+def _format_since(live_since: float) -> str:
     if not live_since:
         return "only the learner's phases are known: the console was not open while the run trained"
     time_text = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(live_since))

@@ -14,14 +14,24 @@ from rlearner.console.state import ConsoleRun, ConsoleState
 
 LIMIT: Final = 50
 ORDERS: Final = {
-    "newest": "newest first", "oldest": "oldest first", "reward_high": "highest reward", "reward_low": "lowest reward",
-    "longest": "longest", "shortest": "shortest", "most_turns": "most turns", "stalest": "stalest",
-}  # fmt: skip
+    "newest": "newest first",
+    "oldest": "oldest first",
+    "reward_high": "highest reward",
+    "reward_low": "lowest reward",
+    "longest": "longest",
+    "shortest": "shortest",
+    "most_turns": "most turns",
+    "stalest": "stalest",
+}
 NUMBERS: Final = (
-    ("min_step", "from step", int), ("max_step", "to step", int), ("min_reward", "reward from", float),
-    ("max_reward", "reward to", float), ("min_version", "version from", int), ("max_version", "version to", int),
+    ("min_step", "from step", int),
+    ("max_step", "to step", int),
+    ("min_reward", "reward from", float),
+    ("max_reward", "reward to", float),
+    ("min_version", "version from", int),
+    ("max_version", "version to", int),
     ("ticket", "ticket", int),
-)  # fmt: skip
+)
 STATES: Final = ("trained", "filtered", "dropped", "dead", "arrived", "duplicate")
 COLUMNS: Final[list[dict[str, Any]]] = [
     {"key": "what", "title": "ticket / episode"},
@@ -41,7 +51,9 @@ COLUMNS: Final[list[dict[str, Any]]] = [
 async def trajectories_page(state: ConsoleState, run: ConsoleRun, query: dict[str, str]) -> None:
     """Build the page for a query of its form."""
     selection, problem = parse(query)
-    order: Order = query["order"] if query.get("order") in get_args(Order) else "newest"  # type: ignore[assignment]
+    order: Order = "newest"
+    if query.get("order") in get_args(Order):
+        order = query["order"]  # type: ignore[assignment]
     cursor = query.get("after", "")
     page = TrajectoryPage([])
     domains = list[str]()
@@ -59,15 +71,15 @@ async def trajectories_page(state: ConsoleState, run: ConsoleRun, query: dict[st
         with tag("div", classes="head"):
             tag("h1", "Trajectories")
             tag("span", f"{run.follower.status().trajectories:,} in the index", "dim")
-        _form(query, domains, order)
+        _show_form(query, domains, order)
         with tag("section", classes="panel"):
             empty_text = "nothing matches" if any(query.values()) else _why_none(run)
             Grid("trajectories", COLUMNS, rows_of(run, page), empty=empty_text)
         with tag("div", classes="form"):
             if cursor:
-                tag("a", "first page", "btn", href=_page(query, ""))
+                tag("a", "first page", "btn", href=_page_address(query, ""))
             if page.after:
-                tag("a", "next page", "btn", href=_page(query, page.after), rel="next")
+                tag("a", "next page", "btn", href=_page_address(query, page.after), rel="next")
 
 
 def _why_none(run: ConsoleRun) -> str:
@@ -102,25 +114,33 @@ def rows_of(run: ConsoleRun, page: TrajectoryPage) -> list[dict[str, Any]]:
     """Return the table of a page of trajectories."""
     return [
         {
-            "key": str(row.id), "what": f"{row.ticket} / {row.episode}",
+            "key": str(row.id),
+            "what": f"{row.ticket} / {row.episode}",
             "what_href": f"{link('run', run.name, 'group', row.ticket)}#episode-{row.episode}",
-            "what_sort": row.seq * 1000 + row.ordinal, "step": row.step or None, "domain": row.domain,
+            "what_sort": row.seq * 1000 + row.ordinal,
+            "step": row.step or None,
+            "domain": row.domain,
             "reward": row.reward,
-            "solved": "yes" if row.success else "no", "solved_tone": "good" if row.success else "",
-            "turns": row.turns, "tokens": row.sampled, "state": row.state, "end": row.end,
-            "versions": f"{row.oldest}–{row.newest}" if row.newest != row.oldest else f"{row.newest}",
-            "versions_sort": row.newest, "preview": row.preview or row.prompt,
+            "solved": "yes" if row.success else "no",
+            "solved_tone": "good" if row.success else "",
+            "turns": row.turns,
+            "tokens": row.sampled,
+            "state": row.state,
+            "end": row.end,
+            "versions": "–".join(dict.fromkeys((str(row.oldest), str(row.newest)))),
+            "versions_sort": row.newest,
+            "preview": row.preview or row.prompt,
         }
         for row in page.rows
-    ]  # fmt: skip
+    ]
 
 
-def _page(query: dict[str, str], cursor: str) -> str:
+def _page_address(query: dict[str, str], cursor: str) -> str:
     kept_query = {name: value for name, value in query.items() if value and name != "after"}
     return "?" + urlencode(kept_query | ({"after": cursor} if cursor else {}))
 
 
-def _form(query: dict[str, str], domains: list[str], order: str) -> None:
+def _show_form(query: dict[str, str], domains: list[str], order: str) -> None:
     with tag("form", classes="form", method="get", role="search"):
         with tag("label", "words in prompt or last response", "wide"):
             tag(
@@ -136,32 +156,32 @@ def _form(query: dict[str, str], domains: list[str], order: str) -> None:
                 tag(
                     "input", classes="in", name=name, inputmode="decimal", value=query.get(name, "")
                 )
-        _select(
+        _add_select(
             "domain",
             "domain",
             {"": "any", **{option: option for option in domains}},
             query.get("domain", ""),
         )
-        _select(
+        _add_select(
             "success", "solved", {"": "any", "yes": "yes", "no": "no"}, query.get("success", "")
         )
-        _select(
+        _add_select(
             "state",
             "state",
             {"": "any", **{option: option for option in STATES}},
             query.get("state", ""),
         )
-        _select("order", "order", ORDERS, order)
+        _add_select("order", "order", ORDERS, order)
         tag("button", "Search", "btn primary", type="submit")
         if any(query.values()):
             tag("a", "clear", "btn", href="?")
 
 
-def _select(name: str, label: str, options: dict[str, str], chosen: str) -> None:
+def _add_select(name: str, label: str, options: dict[str, str], selected: str) -> None:
     with (
         tag("label", label),
         tag("select", classes="in", name=name, style="width:auto;min-width:84px"),
     ):
         for value, text in options.items():
-            selected: dict[str, Any] = {"selected": True} if value == chosen else {}
-            tag("option", text, value=value, **selected)
+            attributes: dict[str, Any] = {"selected": True} if value == selected else {}
+            tag("option", text, value=value, **attributes)

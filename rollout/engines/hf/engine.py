@@ -240,7 +240,7 @@ class HFEngine:
         for request_id, piece in events:
             tap = self._taps.get(request_id)
             if tap is not None:
-                tap.told(piece)
+                tap.on_tokens(piece)
 
     def _deliver(self, outputs: list[tuple[str, GenerationOutput]]) -> None:
         for request_id, output in outputs:

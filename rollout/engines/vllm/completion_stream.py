@@ -99,7 +99,7 @@ class CompletionStream:
         self._told = end
         reported = [0.0] * len(logprobs) if self._greedy else logprobs
         top = self._top[new] if self._tap.top_logprobs else ()
-        self._tap.told(
+        self._tap.on_tokens(
             TokenEvent(self._token_ids[new], reported, int(version.partition(":")[2]), top)
         )
 

@@ -119,14 +119,14 @@ def test_every_declared_field_exists() -> None:
     from broker.settings.config import Section
 
     for target in runspec.SECTIONS.values():
-        runspec._attribute(target)
+        runspec._load_attribute(target)
     for registry in (
         "envhub.envs:ENVS",
         "rewardhub.rewards:REWARDS",
         "rollout.engines:ENGINE_ARGS",
     ):
-        for place in runspec._attribute(registry).values():
-            runspec._attribute(place)
+        for place in runspec._load_attribute(registry).values():
+            runspec._load_attribute(place)
     seen, waiting = [], [Section]
     while waiting:
         model = waiting.pop()

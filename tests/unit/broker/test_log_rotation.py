@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from broker.server.private_server import BrokerServer
-from broker.system.log_rotation import KEPT, PrivateLogFile, limit_bytes
+from broker.system.log_rotation import MAX_OLD_FILES, PrivateLogFile, limit_bytes
 
 ROOT = Path(__file__).parents[3]
 WRITES = """
@@ -27,7 +27,7 @@ for number in range(400):
 
 
 def everything(path: Path) -> str:
-    older = [path.with_name(f"{path.name}.{number}") for number in range(KEPT, 0, -1)]
+    older = [path.with_name(f"{path.name}.{number}") for number in range(MAX_OLD_FILES, 0, -1)]
     return "".join(file.read_text() for file in (*older, path) if file.exists())
 
 
@@ -64,7 +64,7 @@ def test_only_some_older_files_are_kept(tmp_path: Path) -> None:
     run(path, "0.005")
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         "hub.log",
-        *(f"hub.log.{n}" for n in range(1, KEPT + 1)),
+        *(f"hub.log.{n}" for n in range(1, MAX_OLD_FILES + 1)),
     ]
     assert "line 0399" in everything(path)
 
@@ -135,6 +135,6 @@ def test_the_log_of_a_private_server_is_rotated(
         server.start()
         server.stop()
     logs = sorted((tmp_path / "store").glob("nats-server.log*"))
-    assert 2 <= len(logs) <= KEPT + 1
+    assert 2 <= len(logs) <= MAX_OLD_FILES + 1
     assert all(log.stat().st_size < 8192 for log in logs)
     assert {log.stat().st_mode & 0o077 for log in logs} == {0}

@@ -124,7 +124,7 @@ def test_the_exit_code_is_what_the_body_returns_or_what_a_stop_stands_for() -> N
     code, _, err = finish("""
         async def body(stop):
             raise Stopped("SIGTERM")
-        sys.exit(main("operator", body, stopped=130))
+        sys.exit(main("operator", body, stopped_code=130))
     """)
     assert (code, err) == (130, "")
 

@@ -369,9 +369,9 @@ def test_empty_sections_are_their_defaults() -> None:
 
 def test_every_section_and_check_exists() -> None:
     for name, target in runspec.SECTIONS.items():
-        assert hasattr(runspec._attribute(target), "model_fields"), name
+        assert hasattr(runspec._load_attribute(target), "model_fields"), name
     for check in runspec.CHECKS:
-        assert callable(runspec._attribute(check)), check
+        assert callable(runspec._load_attribute(check)), check
 
 
 # -----------------------------------------------------------------------------------------------
@@ -404,7 +404,7 @@ def test_a_runspec_that_is_no_runspec_is_one_line_and_costs_little(data: bytes, 
     tracemalloc.start()
     try:
         with pytest.raises(UserError, match=says):
-            runspec._decode("demo", data)
+            runspec._decode_runspec("demo", data)
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()

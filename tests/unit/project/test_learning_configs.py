@@ -10,7 +10,7 @@ from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import load, validate
 from envhub.demos import demonstrations
 from envhub.domain import load_domains
-from rlearner_text.tiny import _chars
+from rlearner_text.tiny import _character_tokenizer
 
 EPISODES = 80
 
@@ -30,7 +30,7 @@ def test_demonstrations_fit_and_are_imperfect(name: str, solved: tuple[float, fl
         demonstrations(domain, episodes=EPISODES, noise=config["warm_start"]["noise"], seed=0)
     )
     assert solved[0] <= sum(success for _, success in told) / EPISODES <= solved[1]
-    tokenizer = _chars(config["model"]["tiny"]["words"])
+    tokenizer = _character_tokenizer(config["model"]["tiny"]["words"])
     longest = max(
         sum(len(tokenizer.encode(message["content"]).ids) + 2 for message in messages)
         for conversations, _ in told

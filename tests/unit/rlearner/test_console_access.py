@@ -16,7 +16,7 @@ from rlearner.console.gate import _own_path, policy
 
 def test_a_link_works_once_and_the_next_is_said() -> None:
     said: list[str] = []
-    access = ConsoleAccess(said=said.append)
+    access = ConsoleAccess(on_token=said.append)
     token = access.new_link()
     assert said == [token]
     assert access.use_link(token + "x", 0.0) is None

@@ -14,7 +14,7 @@ from learner.run_folder import ADDRESS
 from rlearner.advise.advice import advise
 from rlearner.console.index.live_spans import LiveSpans
 from rlearner.console.live import LiveRun
-from rlearner.console.pages.overview import _bottleneck, _state
+from rlearner.console.pages.overview import _find_bottleneck, _run_state
 from rlearner.console.state import ConsoleRun
 
 
@@ -44,9 +44,9 @@ def test_a_learner_is_not_said_to_train_once_its_broker_is_gone(tmp_path: Path) 
     live.view.processes = [
         wire.Presence(role="learner", id="learner", pid=1, host="here", state="serving")
     ]
-    assert _state(run, 3, live.view) == ("training", "", "good")
+    assert _run_state(run, 3, live.view) == ("training", "", "good")
     live.view.problem = "the broker at here does not answer now"
-    assert _state(run, 3, live.view) == (
+    assert _run_state(run, 3, live.view) == (
         "broker away",
         "the broker at here does not answer now",
         "warn",
@@ -102,8 +102,10 @@ def test_a_run_of_an_older_version_has_no_bottleneck_and_no_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     rows, config = run_fleet(FleetSpeeds(), 12), config_of(FleetSpeeds(), 12)
-    assert _bottleneck(rows, config) == advise(rows, config).line
-    assert _bottleneck(rows[:1], config) == "not known: needs 5 more steps of the present fleet"
+    assert _find_bottleneck(rows, config) == advise(rows, config).line
+    assert (
+        _find_bottleneck(rows[:1], config) == "not known: needs 5 more steps of the present fleet"
+    )
     for older in ({}, {"train": None}, config | {"train": {"steps": 12, "max_staleness": 1}}):
-        assert _bottleneck(rows, older) == ""
+        assert _find_bottleneck(rows, older) == ""
     assert caplog.records == []
