@@ -10,7 +10,7 @@ from broker.errors import ConfigError
 from broker.settings.foreign_names import OWN_NAMES
 from broker.settings.run_settings import section_types
 from broker.settings.runspec import load, validate
-from broker.settings.sections import _inner, _keys_at
+from broker.settings.sections import _inner_section, _keys_at
 
 
 def test_every_own_name_is_a_setting() -> None:
@@ -21,7 +21,7 @@ def test_every_own_name_is_a_setting() -> None:
         model: Any = section_types()[section]
         for key in keys:
             assert key in _keys_at(model, []), own
-            model = _inner(model.model_fields[key].annotation)
+            model = _inner_section(model.model_fields[key].annotation)
 
 
 @pytest.mark.parametrize(
