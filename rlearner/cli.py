@@ -92,6 +92,7 @@ def make_parser() -> argparse.ArgumentParser:
     check.add_argument("--no-trial", action="store_true", help=text)
     add_json(check, "print one JSON object: config, notes, and what this machine lacks as findings")
     check.set_defaults(run=_check_config)
+    _add_settings_parser(commands)
     new_cli.add_parser(commands)
     doctor_cli.add_parser(commands)
     plan_cli.add_parser(commands)
@@ -110,6 +111,21 @@ def make_parser() -> argparse.ArgumentParser:
     )
     completion.set_defaults(run=_print_completion)
     return complete(parser, EXAMPLES)
+
+
+def _add_settings_parser(commands: Any) -> None:
+    text = "print what settings mean, with their defaults and the values that they take"
+    settings = commands.add_parser("settings", help=text, description=text)
+    text = "only those with this word in their name or meaning; names of TRL and verl work, too"
+    settings.add_argument("word", nargs="?", default="", metavar="WORD", help=text)
+    add_json(settings)
+    settings.set_defaults(run=_list_settings)
+
+
+def _list_settings(options: argparse.Namespace) -> int:
+    from rlearner.ops.settings_list import list_settings
+
+    return list_settings(options)
 
 
 def _print_completion(options: argparse.Namespace) -> int:

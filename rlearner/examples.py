@@ -26,6 +26,7 @@ EXAMPLES: Final = {
         "rlearner check configs/quickstart.yaml train.max_staleness=2",
         "rlearner check runs/quick train.steps=100",
     ],
+    "rlearner settings": ["rlearner settings staleness", "rlearner settings learning_rate"],
     "rlearner new": ["rlearner new lakes     # then: cd lakes && rlearner up lakes.yaml"],
     "rlearner doctor": ["rlearner doctor", "rlearner doctor configs/code.yaml --json"],
     "rlearner plan": [

@@ -50,6 +50,7 @@ AT_MOST: Final = {
     "settings_as_dict": 0,
     "files_spelling_nccl": 8,
     "undeclared_metrics": 0,
+    "undocumented_settings": 0,
     "stray_unit_tests": 0,
     "archaic": 0,
     "statements_share": 0.97,
@@ -71,7 +72,7 @@ REACHED: Final[Mapping[str, float]] = {
     "settings_as_dict": 144,
     "stray_unit_tests": 162,
     "archaic": 30,
-    "statements_share": 1.02,
+    "statements_share": 1.0222,
     "bench_lines": 22_820,
 }
 

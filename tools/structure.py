@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from broker.settings.reference import describe_settings
 from tools.metric_usage import undeclared_names
 from tools.prose import ARCHAIC
 
@@ -54,6 +55,9 @@ def measure_structure(
             str(file.relative_to(root))
             for file, text in texts.items()
             if "nccl" in text.lower() and "backends" not in file.parts
+        ],
+        "undocumented_settings": [
+            setting.key for setting in describe_settings() if not setting.meaning
         ],
         "undeclared_metrics": undeclared_names(root, trees),
         "stray_unit_tests": list(_stray_tests(root, packages)),

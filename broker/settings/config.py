@@ -130,8 +130,10 @@ class NoArguments(Section):
 class RunSection(Section):
     """The run's name and folder ``<dir>/<name>``."""
 
-    name: Token | None = None  # None: the config file's name and the time
+    name: Token | None = None  # null: the config file's name and the time
+    # folder in which the run gets a folder of its own name
     dir: str = "runs"
+    # of tasks, sampling and the order of data
     seed: Seed = 0
 
 
@@ -154,11 +156,12 @@ class BrokerSection(Section):
 
     # how generation requests travel: a name of the registry in broker/channel/carriers.py
     channel: Annotated[str, PluginMark("channels")] = "zmq"
+    # where sockets without encryption listen: only on this host
     bind: Annotated[str, AfterValidator(loopback)] = "127.0.0.1"
     sync_always: bool = False  # fsync every message before it is confirmed
     # null: 8 if `rlearner up` starts the broker, else the broker's limit
     store_max_gib: PositiveFloat | None = None
-    # servers that hold each message; None: three in a cluster, else one
+    # servers that hold each message; null: three in a cluster, else one
     replicas: Literal[1, 3] | None = None
 
 
@@ -167,11 +170,16 @@ class Sampling(Section):
 
     harmless = ("temperature", "top_p", "top_k", "min_p", "max_tokens", "stop")
 
+    # divides the logits; 0: greedy
     temperature: Annotated[float, Field(ge=0)] = 1.0
+    # sample from the most likely tokens with this share of the probability; 1: all
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    # sample from this many most likely tokens; 0: all
     top_k: Annotated[int, Field(ge=0)] = 0
+    # leave out tokens less likely than this share of the most likely one; 0: none
     min_p: Annotated[float, Field(ge=0, lt=1)] = 0.0
     max_tokens: PositiveInt = 256  # per turn
+    # texts that end a turn
     stop: list[Annotated[str, Field(min_length=1)]] = []
 
 
@@ -182,8 +190,10 @@ class RewardConfig(Section):
 
     # a name of the registry in rewardhub/rewards, or a dotted path or file path to a function
     name: Annotated[str, PluginMark("rewards", "rewardhub.rewards:REWARDS", "args")]
+    # factor of its score in the sum
     weight: float = 1.0
     pool: Token = "default"  # which reward hubs may compute it
+    # arguments of the reward, checked by its class
     args: dict[str, Any] = {}
 
     @pydantic.model_validator(mode="before")
@@ -205,21 +215,25 @@ class DomainSection(Section):
 
     # a name of the registry in envhub/envs, or a dotted path or file path to a class
     env: Annotated[str, PluginMark("envs", "envhub.envs:ENVS", "env_args")]
+    # arguments of the environment, checked by its class
     env_args: dict[str, Any] = {}
-    # None: the default of its class
+    # null: the default of its class
     isolation: Literal["none", "thread", "process", "sandbox"] | None = None
     network: bool = False  # with isolation sandbox: whether the environment may use the network
     readable: list[str] = []  # with isolation sandbox: further files and folders that it may read
+    # first message of each conversation; empty: none
     system_prompt: str = ""
     weight: PositiveFloat = 1.0  # share among the domains
+    # episodes of one task, whose rewards are compared
     group_size: PositiveInt = 8
-    min_group_size: PositiveInt | None = None  # None: all of them
+    min_group_size: PositiveInt | None = None  # null: all of them
     # extra episodes; when group_size have finished, the rest are aborted
     group_size_redundancy: NonNegativeInt = 0
     # closes a group of at least min_group_size episodes when the others are expected to take more
     # than this many times as long again as the group has taken; null: never, they have until
     # deadline_s
     straggler_factor: PositiveFloat | None = None
+    # turns of the model after which an episode ends
     max_turns: PositiveInt = 1
     # whole conversation or single turns; auto: by algorithm
     context: Literal["auto", "full", "steps"] = "auto"
@@ -228,6 +242,7 @@ class DomainSection(Section):
     thinking: Literal["keep", "drop"] = "keep"
     # builds that prompt; or your own function of (opening, past, now, history_length)
     memory: Annotated[str, PluginMark("memories")] = "recent"
+    # longest prompt and output of an episode together
     max_context_tokens: PositiveInt = 4096
     # per group; null: derived, see broker.settings.timeouts
     deadline_s: PositiveFloat | None = None
@@ -237,6 +252,7 @@ class DomainSection(Section):
     length_estimator: Annotated[
         str, PluginMark("length_estimators", "envhub.lengths:ESTIMATORS", "length_estimator_args")
     ] = "regression"
+    # arguments of the estimator, checked by its class
     length_estimator_args: dict[str, Any] = {}
     rewards: list[RewardConfig] = []
     # score each episode when it ends, if a reward hub is idle; false: with its group

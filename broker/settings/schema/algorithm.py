@@ -33,8 +33,11 @@ class RewardNormalization(Section):
 class CriticSection(Section):
     """Value model of the policy's architecture, trained with it."""
 
+    # train a value model, which adv_estimator gae needs
     enabled: bool = False
+    # learning rate of the critic
     lr: PositiveFloat = 1e-5
+    # of the critic
     weight_decay: NonNegativeFloat = 0.0
     max_grad_norm: NonNegativeFloat = 1.0  # 0 is off
     # values move at most this far from those at the step's start; null: no limit
@@ -49,6 +52,7 @@ class AlgorithmSection(Section):
     norm_std: bool = True  # divide by the group's standard deviation
     # discount: per sampled token, in gigpo per turn
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    # gae: weight of later errors of the critic
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
     # gigpo: weight of the step's advantage relative to the episode's
     step_advantage_w: NonNegativeFloat = 1.0
@@ -61,6 +65,7 @@ class AlgorithmSection(Section):
     overlong_buffer: NonNegativeInt = 0
     # sampled tokens of a trajectory at which the penalty is full
     overlong_length: PositiveInt | None = None
+    # the full penalty
     overlong_factor: PositiveFloat = 1.0
     # truncated samples count in their group's mean, but are not trained on
     mask_truncated: bool = False
@@ -69,8 +74,11 @@ class AlgorithmSection(Section):
     # starpo_s: groups of a step that are trained on
     keep_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25
     pg_variant: str = "ppo"  # a name of the registry in learner/algorithm/losses
+    # the ratio is clipped below 1 minus this
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
+    # the ratio is clipped above 1 plus this
     clip_high: Annotated[float, Field(ge=0)] = 0.2
+    # ppo: for negative advantages the loss is at most this times -A; null: no bound
     dual_clip: PositiveFloat | None = None
     # topr: level of the tapered ratio
     importance_sampling_level: Literal["sequence", "token"] = "sequence"
@@ -96,11 +104,14 @@ class AlgorithmSection(Section):
     batch_adjust: Literal["copy", "delete", "auto", "random_sample"] | None = None
     loss_agg_mode: AggregationMode = "token-mean"  # pg_variant gspo: seq-mean-token-mean
     kl_coef: NonNegativeFloat = 0.0  # 0: no reference model is loaded
+    # of the divergence from the reference model
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    # whether the divergence is added to the loss or subtracted from rewards
     kl_placement: Literal["loss", "reward"] = "loss"
     # nats per token; the coefficient starts at kl_coef and adapts to it
     kl_target: PositiveFloat | None = None
     kl_horizon: PositiveFloat = 10000.0  # sequences over which it adapts
+    # weight of the entropy, which the loss then raises
     entropy_coef: NonNegativeFloat = 0.0
     critic: CriticSection = CriticSection()
     filter_zero_variance: bool = False  # dynamic sampling: such groups are filtered and replaced

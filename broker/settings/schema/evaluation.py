@@ -17,7 +17,9 @@ class WarmStartSection(Section):
     episodes: PositiveInt = 512  # demonstrations written by ``envhub demos``
     noise: Annotated[float, Field(ge=0, le=1)] = 0.5  # share of random moves in them
     data: str | None = None  # a JSONL of conversations instead of demonstrations
+    # conversations per step
     batch_size: PositiveInt = 32
+    # learning rate
     lr: PositiveFloat = 1e-3
 
 
@@ -27,7 +29,9 @@ class EvalSection(Section):
     every_steps: NonNegativeInt = 0  # 0: never
     tasks: PositiveInt | None = None  # per domain; null: 256, or the fewest that a domain has
     group_size: PositiveInt = 1  # episodes per task
+    # of sampling; 0: greedy
     temperature: NonNegativeFloat = 1.0
+    # also evaluate before the first step
     at_start: bool = True
     baseline: str = ""  # policy measured once for comparison, for example ``random``; empty: none
     # other policies, measured on the same tasks at every evaluation

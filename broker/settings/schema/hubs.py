@@ -22,7 +22,7 @@ class EnvhubSection(Section):
     generate_timeout_s: PositiveFloat | None = None
     min_tokens_per_s: PositiveFloat = 10.0  # what a loaded server still samples for one request
     max_retries: PositiveInt = 3  # of one turn on other servers, and of one episode after an error
-    # of one environment in a worker process; None: no limit
+    # of one environment in a worker process; null: no limit
     worker_memory_mib: PositiveInt | None = 2048
     # environment variables of the hub that environments and agents get, secret ones too
     pass_env: tuple[str, ...] = ()
@@ -33,6 +33,7 @@ class EnvhubSection(Section):
     broken_after: PositiveInt = 5
     # how long a complete group waits for scores that reward hubs are computing
     score_wait_s: PositiveFloat = 10.0
+    # how long a hub that stops waits for running episodes
     drain_timeout_s: PositiveFloat = 30.0
 
 
@@ -46,11 +47,12 @@ class RewardhubSection(Section):
     workers: PositiveInt = 2  # worker processes
     timeout_s: PositiveFloat = 10.0  # one score
     max_retries: PositiveInt = 2  # of one score after a timeout, a crash or an error
-    # of one worker process, beyond what its rewards load; None: no limit
+    # of one worker process, beyond what its rewards load; null: no limit
     worker_memory_mib: PositiveInt | None = 4096
     # environment variables of the hub that rewards get, secret ones too
     pass_env: tuple[str, ...] = ()
     max_groups: PositiveInt = 16  # groups in progress at once
     # failed groups of a pool in a row; the hub then takes none until a trial succeeds
     broken_after: PositiveInt = 5
+    # how long a hub that stops waits for running groups
     drain_timeout_s: PositiveFloat = 30.0

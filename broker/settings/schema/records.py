@@ -15,6 +15,7 @@ class CheckpointSection(Section):
     every_steps: NonNegativeInt = 0  # at multiples of this step; 0: never
     # at the first step that ends this long after the last checkpoint; 0: never
     every_minutes: NonNegativeFloat = 10
+    # newest checkpoints that are kept
     keep: Annotated[int, Field(ge=2)] = 2
     # write the weights also in Hugging Face format, up to this size; `rlearner export` writes those
     # of larger models
@@ -33,6 +34,7 @@ class TrackersSection(Section):
 
     # names of the registry in learner/reporting/trackers
     use: list[str] = Field(default_factory=lambda: ["tensorboard"])
+    # name of the project in the trackers
     project: str = "rlearner"
     args: dict[str, dict[str, Any]] = Field(default_factory=dict)  # of each tracker by its name
     # steps between training episodes shown as text; 0: none, also not of evaluations

@@ -41,17 +41,19 @@ class RolloutSection(Section):
     engine: Annotated[str, PluginMark("engines", "rollout.engines:ENGINE_ARGS", "engine_args")] = (
         "hf"
     )
+    # arguments of the engine, checked by its class
     engine_args: dict[str, Any] = Field(default_factory=dict)
     # policy that these servers offer; only the actor follows the learner's weights
     policy: str = ACTOR
     model_path: ModelPath | None = (
-        None  # weights of a policy other than the actor; None: those that the run started from
+        None  # weights of a policy other than the actor; null: those that the run started from
     )
     # of the weights and of what the engine computes; null: that of model.dtype
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     max_running: PositiveInt = 64  # requests in one decode batch
     max_context_tokens: PositiveInt = 4096  # prompt and output together
     prefill_tokens: PositiveInt = 4096  # context tokens in one forward pass
+    # keep keys and values of prompts for requests that begin alike
     prefix_cache: bool = True
     # how long a request waits before a running one of a later training step makes way for it; null:
     # none ever does
@@ -72,4 +74,5 @@ class RolloutSection(Section):
     snapshot: str | None = None
     snapshot_only: bool = False  # never request weights from the learner, only read snapshots
     num_threads: NonNegativeInt = 0  # torch threads; 0: torch's default
+    # how long a server that stops waits for running requests
     drain_timeout_s: PositiveFloat = 30.0

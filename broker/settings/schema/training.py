@@ -15,6 +15,7 @@ Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam's averages
 class LoraSection(Section):
     """Low-rank adapters on frozen weights, instead of training all weights."""
 
+    # inner width of an adapter
     rank: PositiveInt = 16
     alpha: PositiveInt = 32  # the adapters' output is scaled by alpha / rank
     # of the adapters' inputs, in training passes only
@@ -54,9 +55,13 @@ class OptimizationSection(Section):
 
     backend: str = "torch"  # a name of the registry in learner/backends
     device: Device = "auto"  # auto, cpu, cuda, cuda:1
+    # peak learning rate of AdamW
     lr: PositiveFloat
+    # how it falls after the warm-up, to 0 at the last step
     lr_schedule: Literal["constant", "linear", "cosine"]
+    # of AdamW
     weight_decay: NonNegativeFloat = 0.0
+    # decay of the averages of gradients and of their squares in AdamW
     betas: tuple[Beta, Beta]
     max_grad_norm: NonNegativeFloat = 1.0  # 0 is off
     micro_batch_tokens: PositiveInt = 8192  # of one forward pass, padding included
@@ -78,8 +83,11 @@ class TrainSection(OptimizationSection):
     """Number, size and staleness of the steps, and how weights are sent."""
 
     steps: Annotated[PositiveInt, Field(le=2**31 - 1)] = 100  # a version's number has 31 bits
+    # groups that one optimizer step is trained on
     groups_per_step: PositiveInt = 16
     max_staleness: NonNegativeInt = 1  # versions a trained token may lag behind
+    # drop: groups are taken as they come, and replaced beyond max_staleness; wait: a step keeps
+    # places for older tickets, so that no group is late
     on_late: Literal["drop", "wait"] = "wait"
     # whether a step starts before its last group is in
     streaming: Literal["auto", "always", "never"] = "auto"
@@ -89,10 +97,12 @@ class TrainSection(OptimizationSection):
     megatron: MegatronSection = MegatronSection()
     lr: PositiveFloat = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    # steps over which the learning rate rises from 0
     warmup_steps: NonNegativeInt = 0
     betas: tuple[Beta, Beta] = (0.9, 0.999)
     # the learner closes a ticket that no hub ended; null: derived, see broker.settings.timeouts
     ticket_timeout_s: PositiveFloat | None = None
+    # weights travel in buckets of this size
     weights_bucket_mib: PositiveFloat = 32.0
     weights_timeout_s: PositiveFloat = 30.0  # longest wait for one bucket
     # auto, null: each server by its best of nccl (from a GPU), shared and gloo; shared: servers on
