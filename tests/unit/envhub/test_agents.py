@@ -8,7 +8,6 @@ import asyncio
 import json
 import os
 import re
-import time
 from array import array
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -543,10 +542,13 @@ async def gone(pids: list[int]) -> None:
 
 
 async def test_nothing_of_an_agent_outlives_its_episode(play: Play, tmp_path: Path) -> None:
-    started = time.monotonic()
-    failed = await fails(play, "hangs", timeout_s=1.5)
-    assert (failed.kind, failed.detail) == ("timeout", "the episode took longer than 1.5 s")
-    assert time.monotonic() - started < 10
+    # on a loaded machine the program may not have begun when its time is over
+    for timeout_s in (1.5, 6, 24, 96):
+        failed = await fails(play, "hangs", timeout_s=timeout_s)
+        detail = f"the episode took longer than {timeout_s:g} s"
+        assert (failed.kind, failed.detail) == ("timeout", detail)
+        if (tmp_path / "pids").exists():
+            break
     await gone([int(pid) for pid in (tmp_path / "pids").read_text().split()])
     played = await play("leaves_a_child")
     assert played.trajectory.reward == 1.0
