@@ -51,7 +51,7 @@ _OBJECTS: Final = (
 _PLACES: Final = (
     "near the harbour", "in the library", "behind the station", "at the market", "across the river",
     "on the hill",
-    "in a small village", "under the bridge", "beside the school", "at the edge of the forest",
+    "in a small village", "under the bridge", "behind the school", "at the edge of the forest",
     "in the kitchen",
 )  # fmt: skip
 _ENDINGS: Final = (

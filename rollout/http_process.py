@@ -87,7 +87,9 @@ class HttpProcess:
             tls = server_tls(
                 opening.cert, opening.cert_key, cert_name="certificate", key_name="key"
             )
-        return HttpServer.with_key(self._handle, tokenizer, model, opening.key, tls, KeyStore())
+        return HttpServer.with_key(
+            self._handle, tokenizer, model, key=opening.key, tls=tls, key_store=KeyStore()
+        )
 
     async def _follow(self) -> None:
         while (message := await self._link.receive()) is not None:

@@ -82,7 +82,12 @@ async def run(options: argparse.Namespace, stop: process.Stop) -> None:
                 await asyncio.to_thread(device_names, options.gpus) if options.share_gpus else []
             )
             await _serve(
-                member, member.spec, section, device, (options.interface, options.bind), shared
+                member,
+                member.spec,
+                section,
+                device=device,
+                listen=(options.interface, options.bind),
+                shared=shared,
             )
             if stop.asked.is_set():
                 return
@@ -130,7 +135,9 @@ async def _serve(
             f"--share-gpus: engine {section.engine} has no sleep() and wake() to free its device for others"
         )
     async with sharing(member, shared, exclusive=False) as devices:
-        service = RolloutService(member, spec, section, engine, model, bind, devices)
+        service = RolloutService(
+            member, spec, section, engine=engine, model=model, bind=bind, devices=devices
+        )
         try:
             await service.serve()
         finally:
@@ -405,7 +412,12 @@ class RolloutService:
         assert isinstance(self._engine, SleepingEngine)
         rest_receiver = self._receiver.rest if self._receiver is not None else lambda: None
         self._turns = ServerTurns(
-            self._engine, devices, self._answering, self._updates, rest_receiver, self._member.poke
+            self._engine,
+            devices,
+            self._answering,
+            updates=self._updates,
+            rest=rest_receiver,
+            changed=self._member.poke,
         )
         self._turning = self._member.spawn(self._turns.serve())
 

@@ -170,7 +170,7 @@ async def _listen(roster: Roster, figures: RunFigures) -> bool:
         with suppress(OSError, Disconnected):
             await roster.close()
         return False
-    figures.listen(lambda: [one for role in ROLES for one in roster.alive(role)])
+    figures.listen(lambda: [process for role in ROLES for process in roster.alive(role)])
     return True
 
 

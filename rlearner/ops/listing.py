@@ -185,7 +185,7 @@ async def summarize_run(folder: Path) -> RunSummary:
 
 
 def _disk_size(path: Path) -> int:
-    """Return the bytes on disk of a file or a folder; files deleted meanwhile do not count."""
+    """Return the bytes on disk of a file or a folder; files deleted in between do not count."""
     total = 0
     for file in [path, *path.rglob("*")]:
         with suppress(FileNotFoundError):

@@ -113,13 +113,13 @@ class WeightReceiver:
         self._bus = bus
         self._settings = settings or TransferSettings()
         self._questions = WeightRequests(bus, server_id, self._settings.connect_timeout_s)
-        self._lookout = SnapshotPoller(snapshots, bus.run) if snapshots is not None else None
+        self._poller = SnapshotPoller(snapshots, bus.run) if snapshots is not None else None
         looking: Snapshots = (
             "none" if snapshots is None else "only" if only_snapshots else "fallback"
         )
         self._state = OfferAcceptance(self.plan.digest, None, looking)
         quantised = dtype == fp8.NAME
-        self._landing = WeightLoader(
+        self._loader = WeightLoader(
             self._state,
             self.plan,
             tensors,
@@ -130,7 +130,7 @@ class WeightReceiver:
             first=first,
             quantised=quantised,
         )
-        self._neighbour = LocalLearner(memory or device_of(self._landing.device))
+        self._neighbour = LocalLearner(memory or device_of(self._loader.device))
         self._lost: Counter[wire.Carrier] = (
             Counter()
         )  # consecutive failed transfers from the learner of ``_lost_epoch``
@@ -153,7 +153,7 @@ class WeightReceiver:
 
     async def start(self) -> None:
         """Take the digest of the engine's weights, then follow the offers."""
-        await self._landing.begin()
+        await self._loader.begin()
         self._tasks = ChannelTasks()
         self._tasks.spawn(self._follow_offers())
         self._tasks.spawn(self._pursue())
@@ -165,7 +165,7 @@ class WeightReceiver:
 
     def rest(self) -> None:
         """Free the buffers that the next version does not need; call it while holding ``pace``."""
-        self._landing.rest()
+        self._loader.rest()
 
     def metrics(self) -> dict[str, float]:
         """Return weights/{version,seconds,gbytes_per_s,shared,load_seconds,failures,failed_loads}.
@@ -179,7 +179,7 @@ class WeightReceiver:
             "weights/failures": self._state.failures,
             "weights/failed_loads": self._state.failed_loads,
         }
-        return {**self._values, **self._landing.values} | {
+        return {**self._values, **self._loader.values} | {
             name: float(count) for name, count in counts.items()
         }
 
@@ -210,12 +210,12 @@ class WeightReceiver:
                 self._watch.cancel(f"the learner of epoch {offer.epoch} took over")
             # it may read the engine's weights
             async with self._pace if offer.adapter is not None else nullcontext():
-                problem = await self._landing.found(offer)
+                problem = await self._loader.found(offer)
             refused = self._state.offered(offer)
             self.refused = ""
             if offer.plan not in self._state.plans and self._state.newest is offer:
                 difference = problem or await self._questions.explain(
-                    offer, self._landing.plan(offer.adapter)
+                    offer, self._loader.plan(offer.adapter)
                 )
                 self._state.refuse(offer, "base" if problem else "layout", difference)
                 is_known = self._difference == difference
@@ -309,7 +309,7 @@ class WeightReceiver:
         return self._state.refusal
 
     async def _adopt(self, offer: wire.WeightsOffer) -> str:
-        await self._landing.adopt(offer)
+        await self._loader.adopt(offer)
         return offer.digest
 
     async def _receive(self, offer: wire.WeightsOffer) -> str:
@@ -319,14 +319,14 @@ class WeightReceiver:
             RequestFailed: if the learner does not answer, or has something newer.
             TransferFailed: if it was refused, interrupted, or the bytes are wrong.
         """
-        plan = self._landing.plan(offer.adapter)
+        plan = self._loader.plan(offer.adapter)
         window = self._look_over(offer)
         answer = await self._questions.join(offer, plan, self._takes(offer, window))
         if answer.error or answer.version != offer.version:
             raise RequestFailed(answer.error or f"it sends version {answer.version}")
         if self._workers is not None and answer.carrier in self._workers.takes(offer):
             return await self._receive_in_workers(self._workers, answer, offer)
-        arrival = self._landing.take(plan, on_device=CARRIERS[answer.carrier].on_gpu)
+        arrival = self._loader.take(plan, on_device=CARRIERS[answer.carrier].on_gpu)
         communicator = self._communicator
         self._communicator = None
         watch = WaitMonitor()
@@ -334,7 +334,15 @@ class WeightReceiver:
         self._watch = watch
         self._lost[answer.carrier] += 1  # until it has arrived
         start = time.monotonic()
-        taking = partial(self._take, answer, offer, arrival, communicator, watch, window)
+        taking = partial(
+            self._take,
+            answer,
+            offer,
+            arrival,
+            communicator=communicator,
+            watch=watch,
+            window=window,
+        )
         with self._spans.work("weights"):
             received = await patiently(
                 in_thread(taking, "weights-receive"), watch, answer.timeout_s
@@ -342,7 +350,7 @@ class WeightReceiver:
         self._communicator = received.communicator
         self._lost[answer.carrier] = 0
         self._values["weights/shared"] = float(answer.carrier in READ)
-        await self._landing.arrived(arrival, received.digest, offer, time.monotonic() - start)
+        await self._loader.arrived(arrival, received.digest, offer, time.monotonic() - start)
         return received.digest
 
     async def _receive_in_workers(
@@ -388,14 +396,14 @@ class WeightReceiver:
         seconds = time.monotonic() - start
         self._lost[answer.carrier] = 0
         self._values["weights/shared"] = float(answer.carrier in READ)
-        self._landing.note_transfer(self.plan.size_bytes, seconds)
+        self._loader.note_transfer(self.plan.size_bytes, seconds)
         return digest
 
     def _takes(
         self, offer: wire.WeightsOffer, window: SegmentReader | None
     ) -> dict[wire.Carrier, int]:
         """Return how this server can take the offered version, best first."""
-        device = self._landing.device
+        device = self._loader.device
         if offer.epoch != self._lost_epoch:  # another learner, perhaps on another host
             self._lost_epoch = offer.epoch
             self._lost.clear()
@@ -410,18 +418,18 @@ class WeightReceiver:
         """Return how this server can take weights, best first; ipc and shared only from a learner
         of this host.
         """
-        on_gpu = self._landing.device.type == "cuda"
+        on_gpu = self._loader.device.type == "cuda"
         workers = self._workers.carriers if self._workers is not None else None
         reads = reading_carrier(on_gpu=on_gpu)
         carriers = list(accepted_carriers(reads=reads, workers=workers, on_gpu=on_gpu))
-        return [*carriers, *(["snapshot"] if self._lookout is not None else [])]
+        return [*carriers, *(["snapshot"] if self._poller is not None else [])]
 
     def _look_over(self, offer: wire.WeightsOffer) -> SegmentReader | None:
         """Return a window on the learner's memory, None if the bytes have to be sent."""
         if not offer.segment:
             return None
         last_problem = self._neighbour.problem
-        window = self._neighbour.reach(offer.segment, self._landing.plan(offer.adapter))
+        window = self._neighbour.reach(offer.segment, self._loader.plan(offer.adapter))
         if self._neighbour.problem not in ("", last_problem):
             problem = self._neighbour.problem
             log.info(
@@ -474,12 +482,12 @@ class WeightReceiver:
 
     async def _look(self) -> None:
         """Take the existing snapshot if it helps."""
-        assert self._lookout is not None, "no snapshot source"
+        assert self._poller is not None, "no snapshot source"
         try:
-            manifest = await self._lookout.newest()
-            if manifest is not None and await self._wants(manifest, self._lookout.where):
+            manifest = await self._poller.newest()
+            if manifest is not None and await self._wants(manifest, self._poller.where):
                 is_held = manifest.offer.digest == self._state.digest
-                read = partial(self._read, self._lookout, manifest)
+                read = partial(self._read, self._poller, manifest)
                 await self._attempt(manifest.offer, self._adopt if is_held else read)
         except TransferFailed as error:
             if str(error) != self.last_error:
@@ -494,15 +502,15 @@ class WeightReceiver:
             TransferFailed: if it is not for this server.
         """
         offer = manifest.offer
-        problem = await self._landing.found(offer)
+        problem = await self._loader.found(offer)
         reason = self._state.useful(offer)
         if reason and reason != OLD:
-            first = problem or self._landing.plan(offer.adapter).difference(manifest.plan)
+            first = problem or self._loader.plan(offer.adapter).difference(manifest.plan)
             raise TransferFailed(f"snapshot {address}: {reason}{': ' if first else ''}{first}")
         return not reason
 
     async def _read(
-        self, lookout: SnapshotPoller, manifest: SnapshotManifest, offer: wire.WeightsOffer
+        self, poller: SnapshotPoller, manifest: SnapshotManifest, offer: wire.WeightsOffer
     ) -> str:
         """Read, check and load a snapshot; return the digest.
 
@@ -513,10 +521,10 @@ class WeightReceiver:
         self._watch = WaitMonitor()
         self._receiving_epoch = max(offer.epoch, newest.epoch if newest is not None else 0)
         start = time.monotonic()
-        arrival = self._landing.take(manifest.plan)  # in host memory
-        await lookout.read(manifest, arrival, self._watch)
+        arrival = self._loader.take(manifest.plan)  # in host memory
+        await poller.read(manifest, arrival, self._watch)
         log.info(
-            "weights: epoch %d version %d read from %s", offer.epoch, offer.version, lookout.where
+            "weights: epoch %d version %d read from %s", offer.epoch, offer.version, poller.where
         )
-        await self._landing.arrived(arrival, offer.digest, offer, time.monotonic() - start)
+        await self._loader.arrived(arrival, offer.digest, offer, time.monotonic() - start)
         return offer.digest

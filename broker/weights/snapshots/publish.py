@@ -71,7 +71,9 @@ class SnapshotPublisher:
             ):
                 self._owed = True  # it was overwritten
                 return
-            write = partial(snapshot.write, self._folder, self._run, offer, plan, into.buffer)
+            write = partial(
+                snapshot.write, self._folder, self._run, offer, plan=plan, buffer=into.buffer
+            )
             if await in_thread(write, "weights-snapshot"):
                 self._written = offer.version
                 self._values = {

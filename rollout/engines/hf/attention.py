@@ -104,8 +104,10 @@ class SlotAttention:
             alone = ForwardPass([Segment(0, 0, rows)], rows, self.device)
             block = alone.blocks[0]
             mask = alone.mask(block, shape.groups, rule, query.dtype)
-            return _attend(query, key, value, mask, block, shape)[None], None
-        return self._slotted(self.current, layer, query, key, value, rule, shape)[None], None
+            return _attend(query, key, value, mask=mask, block=block, shape=shape)[None], None
+        return self._slotted(
+            self.current, layer, query, key=key, value=value, rule=rule, shape=shape
+        )[None], None
 
     def _slotted(
         self,
@@ -129,8 +131,11 @@ class SlotAttention:
         outputs = []
         for block in now.blocks:
             mask = now.mask(block, shape.groups, rule, query.dtype)
-            visible = _held(keys, block), _held(values, block)
-            outputs.append(_attend(query, *visible, mask, block, shape))
+            keys_here = _held(keys, block)
+            values_here = _held(values, block)
+            outputs.append(
+                _attend(query, keys_here, values_here, mask=mask, block=block, shape=shape)
+            )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
@@ -197,7 +202,7 @@ def _attend(
             folded, keys, values, attn_mask=mask, scale=shape.scale
         )
     else:
-        out = _explicit(folded, keys, values, mask, block, shape)
+        out = _explicit(folded, keys, values, mask=mask, block=block, shape=shape)
     out = out.view(block.size, shape.kv_heads, shape.groups, block.new, -1).permute(0, 3, 1, 2, 4)
     return out.reshape(block.size * block.new, shape.kv_heads * shape.groups, -1)
 

@@ -199,7 +199,14 @@ class EngineCore:
             room = self.model.max_context - len(start.job.tokens)
             reshaping = self._reshapings.pop(start.job.request_id, None)
             row = RequestRow(
-                start.job, params, start.reused, self.version, room, self._end_ids, stops, reshaping
+                start.job,
+                params,
+                start.reused,
+                version=self.version,
+                room=room,
+                end_ids=self._end_ids,
+                stops=stops,
+                reshaping=reshaping,
             )
             self._rows[start.slot] = row
             self._hits += start.reused

@@ -70,7 +70,16 @@ def join_segments(segments: Sequence[Segment]) -> list[SegmentBlock]:
         numbers, members = zip(*group, strict=True)
         first = members[0]
         starts = tuple(segment.start for segment in members)
-        blocks.append(SegmentBlock(row, numbers[0], first.slot, len(members), first.new, starts))
+        blocks.append(
+            SegmentBlock(
+                row,
+                numbers[0],
+                first.slot,
+                size=len(members),
+                new=first.new,
+                starts=starts,
+            )
+        )
         row += len(members) * first.new
     return blocks
 

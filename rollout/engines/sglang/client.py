@@ -153,7 +153,13 @@ def read_leg(reply: Mapping[str, Any], sampling: wire.SamplingParams) -> Generat
     prompt = int(meta.get("prompt_tokens") or 0)
     cached = int(meta.get("cached_tokens") or 0)
     return GenerateLeg(
-        token_ids, [min(0.0, value) for value in logprobs], runs, reason, prompt, cached, spans
+        token_ids,
+        [min(0.0, value) for value in logprobs],
+        runs,
+        reason=reason,
+        prompt_tokens=prompt,
+        cached_tokens=cached,
+        spans=spans,
     )
 
 

@@ -65,7 +65,13 @@ def begin(
     """Start to receive the transfer in the file ``master_address``, next to generation."""
     if group_name != GROUP:
         return original(
-            updater, master_address, master_port, rank_offset, world_size, group_name, backend
+            updater,
+            master_address,
+            master_port,
+            rank_offset=rank_offset,
+            world_size=world_size,
+            group_name=group_name,
+            backend=backend,
         )
     try:
         text = Path(master_address).read_text()

@@ -299,7 +299,12 @@ class SGLangRequestQueue:
             loads = self.loads
             sampling = running.request.sampling
             body = generate_body(
-                running.rid, running.context(), sampling, running.left, f"weights-{loads}", grammar
+                running.rid,
+                running.context(),
+                sampling,
+                limit=running.left,
+                namespace=f"weights-{loads}",
+                grammar=grammar,
             )
             try:
                 reply = await self.api.post("/generate", body)

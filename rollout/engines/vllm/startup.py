@@ -122,7 +122,16 @@ def open_llm(config: EngineConfig) -> RunningVLLM:
             engine_args(config, args, context, has_tokenizer=tokenizer is not None, on_cpu=on_cpu),
             folder,
         )
-        return RunningVLLM(llm, shared, views, vocab_size, ends, tokenizer, folder, text)
+        return RunningVLLM(
+            llm,
+            shared,
+            views,
+            vocab_size=vocab_size,
+            end_ids=ends,
+            tokenizer=tokenizer,
+            folder=folder,
+            text=text,
+        )
     except BaseException:
         if shared is not None:
             shared.close()

@@ -30,14 +30,14 @@ def receiver() -> WeightReceiver:
 
 def test_gloo_arrives_on_the_cpu_and_the_buffer_is_kept() -> None:
     made = receiver()
-    landing = made._landing
-    digest = landing._buffers.hold(made.plan, landing._tensors, landing._device)
-    first = landing.take(made.plan)
+    loader = made._loader
+    digest = loader._buffers.hold(made.plan, loader._tensors, loader._device)
+    first = loader.take(made.plan)
     assert first.flat.buffer.device.type == "cpu"
     assert first.held == digest == first.flat.digest()
-    assert landing.take(made.plan).flat is not first.flat  # until the transfer has succeeded
-    landing._buffers.arrived(first, "d")
-    assert landing.take(made.plan) == IncomingVersion(first.flat, first.flat, "d")
+    assert loader.take(made.plan).flat is not first.flat  # until the transfer has succeeded
+    loader._buffers.arrived(first, "d")
+    assert loader.take(made.plan) == IncomingVersion(first.flat, first.flat, "d")
 
 
 def test_nothing_is_served_before_the_first_version() -> None:
