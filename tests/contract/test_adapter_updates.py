@@ -23,6 +23,7 @@ from torch_backend_kit import backend, samples, save_model
 from broker.contract import wire
 from broker.errors import UserError
 from broker.jetstream.bus import Bus
+from broker.settings.run_settings import RunSettings
 from broker.weights.receiver.receive import WeightReceiver
 from broker.weights.sender.send import WeightSender
 from learner.backends.torch import TorchBackend
@@ -231,6 +232,7 @@ def test_a_server_finds_its_first_weights_in_the_engine_or_else_in_the_folder(
     ) -> tuple[Mapping[str, Tensor], bool]:
         parts = {
             "_spec": spec,
+            "_settings": RunSettings(),
             "_section": RolloutSection(),
             "_model": LocalModel(path, has_weights=has_weights),
         }
