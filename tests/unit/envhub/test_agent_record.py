@@ -91,7 +91,7 @@ def test_the_longest_beginning_counts() -> None:
     one = record()
     call(one, one.encode_prompt("?"), 1, END)
     call(one, one.encode_prompt("?a.?"), 2, END)
-    call(one, one.encode_prompt("?b"), 1, END)  # begins anew
+    call(one, one.encode_prompt("?b"), 1, END)  # begins again
     assert [len(sample.turns) for sample in one.samples] == [2, 1]
     longest = call(one, one.encode_prompt("?a.?b.b?"), 2, END)
     assert len(longest.turns) == 3
