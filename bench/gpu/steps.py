@@ -87,7 +87,7 @@ STEPS: Final = (
     Step("learner", "a training step of the backend torch", "bench.gpu.learner", ("--repeats", "2"), 55, 150,
          ("tokens_per_s", "mfu", "mfu_causal", "memory_gib", "plan_gib", "tokens_per_s_4096", "mfu_4096",
           "mfu_causal_4096", "memory_gib_4096"), cpu=(*TINY, "--repeats", "1")),
-    Step("engine-hf", "engine hf behind a server against it bare", "bench.gpu.engine", ("--pairs", "2"), 90, 150,
+    Step("engine-hf", "engine hf behind a server against it bare", "bench.gpu.engine", ("--pairs", "2"), 150, 240,
          ENGINE, cpu=(*TINY, "--pairs", "1")),
     Step("update", "new weights while engine hf generates", "bench.gpu.update",
          ("--pairs", "2", "--window-s", "5"), 50, 90, ("tokens_lost_share", "pause_ms", "update_ms", "tokens_per_s"),
