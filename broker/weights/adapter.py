@@ -23,9 +23,11 @@ from torch import Tensor
 from broker.contract import wire
 from broker.errors import TransferFailed, UserError
 from broker.weights.digest import combine, digest_bucket
+from broker.weights.memory.copying import copy_into
 from broker.weights.memory.on_demand import OnDemand
 from broker.weights.memory.staging import plan_of
 from broker.weights.plan import LayoutPlan
+from broker.weights.rounding import cast
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +94,7 @@ def factor_shapes(
 def merge(
     weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bool = False
 ) -> Tensor:
-    """Return W + B A * scale, computed in float32 and cast to W's dtype, a few rows at a time for
+    """Return W + B A * scale, computed in float32 and cast to W's dtype by ``copy_into``, a few rows at a time for
     the cache.
 
     Args:
@@ -116,7 +118,8 @@ def merge(
     rows = max(1, PIECE_ELEMENTS // max(1, weight.shape[1]))
     for start in range(0, len(weight), rows):
         part = slice(start, start + rows)
-        merged[part] = torch.addmm(weight[part].float(), b[part], a, alpha=scale)
+        sums = torch.addmm(weight[part].float(), b[part], a, alpha=scale)
+        copy_into(merged[part], sums, first=start * weight.shape[1])
     return merged
 
 
@@ -127,7 +130,7 @@ def digest_of(plan: LayoutPlan, tensors: Mapping[str, Tensor]) -> str:
     digests: list[bytes] = []
     buffer: Tensor | None = None
     for slot in plan.slots:
-        tensor = tensors[slot.spec.name].detach().to(getattr(torch, slot.spec.dtype))
+        tensor = cast(tensors[slot.spec.name].detach(), getattr(torch, slot.spec.dtype))
         source = tensor.contiguous().view(-1).view(torch.uint8)
         source = source if buffer is None else source.to(buffer.device)
         buffer = (

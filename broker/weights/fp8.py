@@ -28,6 +28,7 @@ from torch import Tensor
 
 from broker.weights.memory.on_demand import OnDemand
 from broker.weights.plan import ITEM_BYTES, TensorSpec
+from broker.weights.rounding import cast
 
 NAME: Final = "fp8"  # the value of ``train.weights_dtype``
 BLOCK: Final = 128
@@ -133,7 +134,7 @@ def as_sent(name: str, weight: Tensor) -> Tensor:
         TensorSpec(name, tuple(weight.shape), str(weight.dtype).removeprefix("torch."))
     )
     if len(specs) == 1:
-        return weight.to(getattr(torch, specs[0].dtype)).to(weight.dtype)
+        return cast(weight, getattr(torch, specs[0].dtype)).to(weight.dtype)
     quantized = torch.empty(weight.shape, dtype=FLOAT8, device=weight.device)
     scales = torch.empty(scale_shape(weight.shape), dtype=torch.float32, device=weight.device)
     for _ in quantise(weight, quantized, scales):

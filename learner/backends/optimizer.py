@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from broker.errors import UserError
 from broker.weights.finite import first_non_finite
+from broker.weights.memory.copying import copy_into
 from learner.backends.parts.slices import Slice
 from learner.config import TrainSection
 
@@ -41,7 +42,8 @@ class MasterOptimizer:
     """AdamW for parameters of any floating dtype; only matrices decay, not biases and norms.
 
     Parameters that are not float32 get a float32 master copy, which sums the gradients and is
-    updated: at usual learning rates most updates are smaller than bfloat16 can add. With
+    updated: at usual learning rates most updates are smaller than bfloat16 can add. bfloat16
+    weights follow it by ``broker.weights.rounding``, which loses no small update. With
     ``optimizer_offload`` all parameters get one in host memory, next to their gradients and
     moments.
 
@@ -143,7 +145,7 @@ class MasterOptimizer:
                 group["lr"] = lr
             self._adamw.step()
             for name in self._copied:
-                self._live[name].copy_(self._masters[name])
+                copy_into(self._live[name].detach(), self._masters[name].detach())
         # Before the gradient is dropped, which the search reads.
         self.problem = "" if is_finite else self._first_non_finite(grads)
         self._adamw.zero_grad()
@@ -202,7 +204,7 @@ class MasterOptimizer:
         self.updates = updates
         for name in self._copied:
             if name in self._rounded:
-                self._live[name].copy_(self._masters[name])
+                copy_into(self._live[name].detach(), self._masters[name].detach())
             else:
                 # An offloaded float32 master equals the weights, which may have been loaded later.
                 self._masters[name].copy_(self._live[name])

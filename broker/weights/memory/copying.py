@@ -11,6 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from broker.weights.rounding import is_rounded, round_into
+
 Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 LARGE_BYTES: Final = 1 << 16  # below, the overhead exceeds the gain
@@ -18,13 +20,21 @@ PIECE_BYTES: Final = 1 << 22  # copied by a thread at a time
 MAX_THREADS: Final = 8  # more do not help: memory is the limit
 
 
-def copy_into(target: Tensor, source: Tensor, *, non_blocking: bool = False) -> None:
-    """Do ``target.copy_(source)``, with a cast if the dtypes differ.
+def copy_into(
+    target: Tensor, source: Tensor, *, first: int = 0, non_blocking: bool = False
+) -> None:
+    """Do ``target.copy_(source)``, with a cast if the dtypes differ; float32 becomes bfloat16 by
+    ``round_into``.
 
     Plain bytes within host memory are copied by the C library, which bypasses the caches, unlike
     torch's loop (14 against 9 GB/s on the machine of docs/performance.md).
+
+    Args:
+        first: position of the first element in the whole tensor, where these are parts of it.
     """
-    if is_plain(target, source):
+    if is_rounded(target, source):
+        round_into(target, source, first)
+    elif is_plain(target, source):
         np.copyto(_bytes(target), _bytes(source))
     else:
         target.copy_(source, non_blocking=non_blocking)

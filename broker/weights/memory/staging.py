@@ -154,7 +154,7 @@ class FlatBuffer:
         while offset < slot.stop:
             end = min((offset // size + 1) * size, slot.stop)
             span = slice((offset - slot.offset) // item, (end - slot.offset) // item)
-            copy_into(into[span], out_of[span], non_blocking=True)
+            copy_into(into[span], out_of[span], first=span.start, non_blocking=True)
             offset = end
             yield offset
 

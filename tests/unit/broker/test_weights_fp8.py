@@ -18,6 +18,7 @@ from broker.weights.memory.staging import FlatBuffer, plan_of
 from broker.weights.probe import make_probe
 from broker.weights.receiver.acceptance import OfferAcceptance
 from broker.weights.receiver.weight_loader import WeightLoader
+from broker.weights.rounding import cast
 from rollout.engines.update_check import check_fit, materialized
 from rollout.engines.vllm.shared_weights import SharedWeights
 
@@ -232,7 +233,9 @@ def test_filled_as_it_is_told_and_given_to_an_engine() -> None:
                 whole_model[name], found.float() * spread(scales, tuple(tensor.shape))
             )
         else:
-            assert torch.equal(whole_model[name], tensor.bfloat16() if tensor.ndim > 1 else tensor)
+            assert torch.equal(
+                whole_model[name], cast(tensor, torch.bfloat16) if tensor.ndim > 1 else tensor
+            )
         assert torch.equal(whole_model[name].to(tensor.dtype), fp8.as_sent(name, tensor))
         assert (
             whole_model[name].untyped_storage().data_ptr()
