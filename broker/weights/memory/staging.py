@@ -59,6 +59,8 @@ class FlatBuffer:
 
     Args:
         buffer: all zero; None: new memory on ``device``.
+        firsts: where tensors of the plan begin in those that they are parts of, in elements; 0 by
+            default.
 
     Attributes:
         buffer: uint8, shape (plan.size_bytes,); gaps are zero.
@@ -66,9 +68,14 @@ class FlatBuffer:
     """
 
     def __init__(
-        self, plan: LayoutPlan, device: str | torch.device = "cpu", buffer: Tensor | None = None
+        self,
+        plan: LayoutPlan,
+        device: str | torch.device = "cpu",
+        buffer: Tensor | None = None,
+        firsts: Mapping[str, int] | None = None,
     ) -> None:
         self.plan = plan
+        self._firsts = firsts or {}
         self.buffer = (
             torch.zeros(plan.size_bytes, dtype=torch.uint8, device=device)
             if buffer is None
@@ -143,8 +150,9 @@ class FlatBuffer:
     def _copy(self, slot: TensorSlot, source: Tensor, size: int) -> Iterator[int]:
         """Copy one tensor, in pieces of this size if it can be split; yield the progress."""
         target = self.tensors[slot.spec.name]
+        first = self._firsts.get(slot.spec.name, 0)
         if slot.offset // size == (slot.stop - 1) // size or not source.is_contiguous():
-            copy_into(target, source, non_blocking=True)
+            copy_into(target, source, first=first, non_blocking=True)
             yield slot.stop
             return
         item = target.itemsize
@@ -154,7 +162,7 @@ class FlatBuffer:
         while offset < slot.stop:
             end = min((offset // size + 1) * size, slot.stop)
             span = slice((offset - slot.offset) // item, (end - slot.offset) // item)
-            copy_into(into[span], out_of[span], first=span.start, non_blocking=True)
+            copy_into(into[span], out_of[span], first=first + span.start, non_blocking=True)
             offset = end
             yield offset
 
@@ -280,6 +288,7 @@ class StagingBuffers:
 
     Args:
         memory: for the buffers; None: new memory on ``device``.
+        firsts: see ``FlatBuffer``.
 
     Attributes:
         device: of the buffers.
@@ -290,10 +299,13 @@ class StagingBuffers:
         plan: LayoutPlan,
         device: str | torch.device = "cpu",
         memory: StagingMemory | None = None,
+        firsts: Mapping[str, int] | None = None,
     ) -> None:
         self._memory = memory  # kept open while its buffers are in use
         if memory is None:
-            self._sides = tuple(StagedVersion(FlatBuffer(plan, device)) for _ in range(2))
+            self._sides = tuple(
+                StagedVersion(FlatBuffer(plan, device, firsts=firsts)) for _ in range(2)
+            )
         else:
             buffers = [FlatBuffer(plan, buffer=memory.buffer(side)) for side in range(2)]
             self._sides = tuple(

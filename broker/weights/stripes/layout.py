@@ -52,6 +52,11 @@ def stripe_plan(model: LayoutPlan, runs: Iterable[ElementRun]) -> LayoutPlan:
     return make_plan(specs, model.bucket_bytes / 2**20)
 
 
+def first_elements(stripe: LayoutPlan) -> dict[str, int]:
+    """Return where the runs of a stripe begin in their tensors, in elements, by their keys."""
+    return {slot.spec.name: int(slot.spec.name.rpartition(AT)[2]) for slot in stripe.slots}
+
+
 def placed_runs(model: LayoutPlan, stripe: LayoutPlan) -> list[PlacedRun]:
     """Return where the bytes of a stripe belong in the model, in the order of the stripe.
 

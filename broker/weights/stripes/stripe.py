@@ -33,7 +33,7 @@ from broker.weights.protocol.session import TransferSettings, parse_session
 from broker.weights.rendezvous.board_client import BoardClient
 from broker.weights.rendezvous.board_request import BoardStore
 from broker.weights.store_messages import StoreMessages
-from broker.weights.stripes.layout import placed_runs
+from broker.weights.stripes.layout import first_elements, placed_runs
 from broker.weights.stripes.partial_digest import partial_sums
 
 log = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ class StripeRank:
         self._model = model
         self._gpu = gpu
         self._runs = placed_runs(model, stripe)
-        self._staging = StagingBuffers(stripe)
+        self._staging = StagingBuffers(stripe, firsts=first_elements(stripe))
         self._groups: dict[Carrier, Group] = {}
         self._serving: threading.Thread | None = None
         self._watch = WaitMonitor()
