@@ -43,7 +43,7 @@ class EngineArgs(Section):
 class HFArgs(EngineArgs):
     """Settings of the engine ``hf``."""
 
-    harmless = ("kv_slots", "kv_cache_gib")
+    harmless = ("kv_slots", "kv_cache_gib", "enforce_eager")
 
     processed_logprobs: ClassVar[bool] = True
     sleeps: ClassVar[bool] = True
@@ -52,6 +52,8 @@ class HFArgs(EngineArgs):
     # conversations whose KV is kept; None: twice max_running if the budget allows
     kv_slots: PositiveInt | None = None
     kv_cache_gib: PositiveFloat = 8.0  # memory for the KV cache; limits the number of slots
+    # no CUDA graphs: starts faster and needs less memory of a GPU, decodes slower
+    enforce_eager: bool = False
 
 
 class OpenAIArgs(EngineArgs):

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from broker.errors import UserError
-from rollout.engines.hf.forward_pass import ForwardPass, Segment, SegmentBlock
+from rollout.engines.hf.forward_pass import ForwardPass, PassLayout, Segment, SegmentBlock
 from rollout.engines.hf.mask_rule import MaskRule, mask_rule
 
 
@@ -36,7 +36,7 @@ class SlotAttention:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.current: ForwardPass | None = None
+        self.current: PassLayout | None = None
         self.is_capped = False
         self.discovers = False
         # layer: KV heads, key size, value size, dtype
@@ -52,8 +52,9 @@ class SlotAttention:
     def allocate(self, num_slots: int, max_context: int) -> None:
         """Allocate the cache of every layer that a pass without slots has discovered."""
         for layer, (heads, k, v, dtype) in self.shapes.items():
-            self._keys[layer] = _zeros((num_slots, heads, max_context, k), dtype, self.device)
-            self._values[layer] = _zeros((num_slots, heads, max_context, v), dtype, self.device)
+            shape = (num_slots, heads, max_context)
+            self._keys[layer] = _make_cache((*shape, k), dtype, self.device)
+            self._values[layer] = _make_cache((*shape, v), dtype, self.device)
 
     def free(self) -> None:
         """Drop the cache; ``allocate`` makes it again."""
@@ -111,7 +112,7 @@ class SlotAttention:
 
     def _slotted(
         self,
-        now: ForwardPass,
+        now: PassLayout,
         layer: int,
         query: Tensor,
         key: Tensor,
@@ -122,28 +123,36 @@ class SlotAttention:
         keys = self._keys[layer]
         values = self._values[layer]
         index = now.index(shape.kv_heads)
-        keys.view(-1, keys.shape[-1]).index_copy_(
-            0, index, key[0].transpose(0, 1).reshape(-1, keys.shape[-1])
-        )
-        values.view(-1, values.shape[-1]).index_copy_(
-            0, index, value[0].transpose(0, 1).reshape(-1, values.shape[-1])
-        )
+        for cache, new in ((keys, key), (values, value)):
+            _cache_rows(cache).index_copy_(
+                0, index, new[0].transpose(0, 1).reshape(-1, cache.shape[-1])
+            )
         outputs = []
         for block in now.blocks:
             mask = now.mask(block, shape.groups, rule, query.dtype)
-            keys_here = _held(keys, block)
-            values_here = _held(values, block)
+            keys_here = now.read(keys, block)
+            values_here = now.read(values, block)
             outputs.append(
                 _attend(query, keys_here, values_here, mask=mask, block=block, shape=shape)
             )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
 
-def _held(cache: Tensor, block: SegmentBlock) -> Tensor:
-    """Return a block's part of a layer's keys or values, (size, KV heads, length, head size)."""
-    stride = cache.stride()  # one call where indexing makes two: there are thousands in a second
-    shape = (block.size, cache.shape[1], block.length, cache.shape[3])
-    return cache.as_strided(shape, stride, block.slot * stride[0])
+def _make_cache(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return zeros of shape (slots, KV heads, max_context, head size), in memory of one more row."""
+    size = math.prod(shape[:3])
+    return _zeros((size + 1, shape[3]), dtype, device)[:size].view(shape)
+
+
+def _cache_rows(cache: Tensor) -> Tensor:
+    """Return a cache as rows (slots * KV heads * max_context + 1, head size).
+
+    No slot has the last row: the idle rows of a static pass write to it, and nothing reads it.
+    """
+    size = cache.shape[3]
+    return cache.as_strided((cache.numel() // size + 1, size), (size, 1), 0)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -36,7 +36,6 @@ class HFEngine:
     """
 
     has_weights = True
-    keeps_tensors = True
     tells_top = True
 
     def __init__(self, config: EngineConfig) -> None:
@@ -49,6 +48,10 @@ class HFEngine:
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._ended: asyncio.Future[None]
+
+    @property
+    def keeps_tensors(self) -> bool:
+        return self._core is None or not self._core.model.copies_weights
 
     @property
     def policy_version(self) -> int:

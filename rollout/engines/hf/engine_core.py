@@ -396,11 +396,13 @@ class EngineCore:
             for row, s in zip(rows, segments, strict=True)
         ]
         ids = np.concatenate(parts)
+        if not self._reading:
+            return self.model.decode(segments, ids.astype(np.int64))
         ends = np.cumsum([s.new for s in segments]) - 1
         complete = np.array(
             [row.cached + s.new == row.length for row, s in zip(rows, segments, strict=True)]
         )
-        self._prefilled += len(ids) if self._reading else 0
+        self._prefilled += len(ids)
         device = self.model.device
         last_positions = torch.from_numpy(ends[complete]).to(device)
         return self.model.forward(

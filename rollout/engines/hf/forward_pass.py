@@ -6,8 +6,9 @@ Adjacent slots with equally many new tokens are attended to in one call (a *bloc
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -101,9 +102,86 @@ class StateGroup:
     start: int
 
 
-@dataclass(eq=False)
-class ForwardPass:
-    """Layout of one forward pass; index and masks are built once and shared by all layers.
+class PassLayout(ABC):
+    """What attention asks of a forward pass; index and masks are built once and shared by all
+    layers.
+
+    Attributes:
+        blocks: what is attended to in one call each.
+        max_context: tokens that a slot has room for.
+    """
+
+    def __init__(
+        self, blocks: list[SegmentBlock], max_context: int, device: torch.device
+    ) -> None:
+        self.blocks = blocks
+        self.max_context = max_context
+        self.device = device
+        self._index: dict[int, Tensor] = {}
+        self._masks: dict[tuple[int, int, MaskRule | None, torch.dtype], Tensor | None] = {}
+
+    @property
+    @abstractmethod
+    def num_rows(self) -> int:
+        """Number of new tokens, of all sequences."""
+
+    @abstractmethod
+    def positions(self) -> Tensor:
+        """Return each row's position in its sequence, shape (1, rows)."""
+
+    def index(self, num_heads: int) -> Tensor:
+        """Return the cache row of each key, (rows * heads,), in a cache of (slots * heads *
+        max_context + 1, head_dim).
+        """
+        if num_heads not in self._index:
+            self._index[num_heads] = self._make_index(num_heads)
+        return self._index[num_heads]
+
+    def mask(
+        self, block: SegmentBlock, groups: int, rule: MaskRule | None, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Return an additive mask for (size, heads, groups * new, length); None if every row sees
+        everything.
+
+        Args:
+            rule: what the layer lets a token see; None: all earlier ones.
+        """
+        if rule is not None and rule.reach is not None and block.length <= rule.reach:
+            rule = None
+        key = (block.row, groups, rule, dtype)
+        if key not in self._masks:
+            self._masks[key] = self._make_mask(block, groups, rule, dtype)
+        return self._masks[key]
+
+    def read(self, cache: Tensor, block: SegmentBlock) -> Tensor:
+        """Return a block's part of a layer's keys or values, (size, KV heads, length, head size)."""
+        stride = cache.stride()  # one call where indexing makes two: there are thousands in a second
+        shape = (block.size, cache.shape[1], block.length, cache.shape[3])
+        return cache.as_strided(shape, stride, block.slot * stride[0])
+
+    @abstractmethod
+    def _make_index(self, num_heads: int) -> Tensor: ...
+
+    @abstractmethod
+    def _make_mask(
+        self, block: SegmentBlock, groups: int, rule: MaskRule | None, dtype: torch.dtype
+    ) -> Tensor | None: ...
+
+    def _additive(
+        self, query: Tensor, length: int, rule: MaskRule | None, dtype: torch.dtype
+    ) -> Tensor:
+        """Return what is added to the scores of ``length`` keys for queries at these positions, (…,
+        length).
+        """
+        keys = torch.arange(length, device=self.device)
+        hidden = keys > query[..., None] if rule is None else ~rule.visible(query[..., None], keys)
+        return torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(
+            hidden, float("-inf")
+        )
+
+
+class ForwardPass(PassLayout):
+    """Layout of one forward pass over any segments.
 
     Args:
         segments: ordered by slot, which is the order of the rows.
@@ -112,30 +190,27 @@ class ForwardPass:
         row_positions: each row's position in its sequence, (rows,) int64.
     """
 
-    segments: Sequence[Segment]
-    max_context: int
-    device: torch.device
-    blocks: list[SegmentBlock] = field(init=False)
-    _groups: dict[bool, list[StateGroup]] = field(default_factory=dict)
-    _index: dict[int, Tensor] = field(default_factory=dict)
-    _masks: dict[tuple[int, int, MaskRule | None, torch.dtype], Tensor | None] = field(
-        default_factory=dict
-    )
-    _decoding: dict[tuple[MaskRule | None, torch.dtype], Tensor] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.blocks = join_segments(self.segments)
-        new = np.array([s.new for s in self.segments], dtype=np.int64)
-        starts = np.array([s.start for s in self.segments], dtype=np.int64)
+    def __init__(
+        self, segments: Sequence[Segment], max_context: int, device: torch.device
+    ) -> None:
+        super().__init__(join_segments(segments), max_context, device)
+        self.segments = segments
+        self._groups: dict[bool, list[StateGroup]] = {}
+        self._decoding: dict[tuple[MaskRule | None, torch.dtype], Tensor] = {}
+        new = np.array([s.new for s in segments], dtype=np.int64)
+        starts = np.array([s.start for s in segments], dtype=np.int64)
         ends = np.cumsum(new)
         self._ends = ends
         self.row_positions = np.repeat(starts - ends + new, new) + np.arange(
             int(ends[-1]), dtype=np.int64
         )
-        self._slot = np.repeat(np.array([s.slot for s in self.segments], dtype=np.int64), new)
+        self._slot = np.repeat(np.array([s.slot for s in segments], dtype=np.int64), new)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_positions)
 
     def positions(self) -> Tensor:
-        """Return each row's position in its sequence, shape (1, rows)."""
         return torch.from_numpy(self.row_positions)[None].to(self.device)
 
     def state_groups(self, *, singly: bool = False) -> list[StateGroup]:
@@ -176,34 +251,13 @@ class ForwardPass:
             return slice(int(values[0]), int(values[-1]) + 1)
         return torch.from_numpy(values).to(self.device)
 
-    def index(self, num_heads: int) -> Tensor:
-        """Return the cache row of each key, (rows * heads,), in a cache of (slots * heads *
-        max_context, head_dim).
-        """
-        if num_heads not in self._index:
-            flat = (
-                self._slot[:, None] * num_heads + np.arange(num_heads)
-            ) * self.max_context + self.row_positions[:, None]
-            self._index[num_heads] = torch.from_numpy(flat.reshape(-1)).to(self.device)
-        return self._index[num_heads]
+    def _make_index(self, num_heads: int) -> Tensor:
+        flat = (
+            self._slot[:, None] * num_heads + np.arange(num_heads)
+        ) * self.max_context + self.row_positions[:, None]
+        return torch.from_numpy(flat.reshape(-1)).to(self.device)
 
-    def mask(
-        self, block: SegmentBlock, groups: int, rule: MaskRule | None, dtype: torch.dtype
-    ) -> Tensor | None:
-        """Return an additive mask for (size, heads, groups * new, length); None if every row sees
-        everything.
-
-        Args:
-            rule: what the layer lets a token see; None: all earlier ones.
-        """
-        if rule is not None and rule.reach is not None and block.length <= rule.reach:
-            rule = None
-        key = (block.row, groups, rule, dtype)
-        if key not in self._masks:
-            self._masks[key] = self._mask(block, groups, rule, dtype)
-        return self._masks[key]
-
-    def _mask(
+    def _make_mask(
         self, block: SegmentBlock, groups: int, rule: MaskRule | None, dtype: torch.dtype
     ) -> Tensor | None:
         if block.new == 1:
@@ -228,15 +282,3 @@ class ForwardPass:
                 starts[:, None, None], longest, rule, dtype
             )
         return self._decoding[rule, dtype]
-
-    def _additive(
-        self, query: Tensor, length: int, rule: MaskRule | None, dtype: torch.dtype
-    ) -> Tensor:
-        """Return what is added to the scores of ``length`` keys for queries at these positions, (…,
-        length).
-        """
-        keys = torch.arange(length, device=self.device)
-        hidden = keys > query[..., None] if rule is None else ~rule.visible(query[..., None], keys)
-        return torch.zeros(hidden.shape, dtype=dtype, device=self.device).masked_fill_(
-            hidden, float("-inf")
-        )

@@ -27,10 +27,13 @@ from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.args import HFArgs
 from rollout.engines.base import EngineConfig
 from rollout.engines.hf.attention import SlotAttention
+from rollout.engines.hf.cuda_graphs import make_recorder
 from rollout.engines.hf.forward_pass import ForwardPass, Segment
 from rollout.engines.hf.mask_rule import make_rule
 from rollout.engines.hf.recurrent import PassCache, RecurrentStates, pass_over
-from rollout.engines.hf.self_test import test_slots
+from rollout.engines.hf.self_test import test_slots, test_static_passes
+from rollout.engines.hf.static_decoder import StaticDecoder
+from rollout.engines.hf.static_pass import StaticPass
 from rollout.engines.hf.support import unsupported_class, unsupported_reason
 from rollout.engines.hf.weights import HeldWeights
 
@@ -66,8 +69,21 @@ class SlotModel:
         self.num_slots, self.max_running = self._allocate(
             args, section.max_running, section.prefix_cache
         )
-        test_slots(self, tokenizer)
         self._offloaded = OffloadedMemory()
+        self.decoder = None if args.enforce_eager else self._make_decoder()
+        self._held.copies = self.decoder is not None
+        test = test_slots(self, tokenizer)
+        if self.decoder is not None and (problem := test_static_passes(self, test)):
+            self.decoder.turn_off(problem)
+            self.decoder = None
+            self._held.copies = False
+
+    @property
+    def copies_weights(self) -> bool:
+        """Whether ``load_weights`` copies all tensors: CUDA graphs read the model's at their
+        addresses.
+        """
+        return self._held.copies
 
     @property
     def has_states(self) -> bool:
@@ -92,6 +108,8 @@ class SlotModel:
         """Move the weights off the device and drop all slots' KV; use nothing of the model until
         ``reload``.
         """
+        if self.decoder is not None:
+            self.decoder.drop()
         self.attention.free()
         self.states.free()
         self._offloaded.release([*self.model.parameters(), *self.model.buffers()])
@@ -101,6 +119,7 @@ class SlotModel:
         self._offloaded.restore()
         self.attention.allocate(self.num_slots, self.max_context)
         self.states.allocate(self.num_slots)
+        self._note_addresses()
 
     def close(self) -> None:
         """Unregister attention and masks from transformers."""
@@ -135,6 +154,26 @@ class SlotModel:
         now = ForwardPass(segments, self.max_context, self.device)
         with pass_over(now, self.attention, self.states, self._cache):
             return self._run(token_ids, now.positions(), sample_rows, self._cache)
+
+    @torch.inference_mode()
+    def decode(
+        self, segments: Sequence[Segment], token_ids: npt.NDArray[np.int64]
+    ) -> torch.Tensor:
+        """Run one new token of each of many sequences, from a CUDA graph where possible.
+
+        Args:
+            segments: as for ``forward``, each of one token.
+            token_ids: (rows,), on the host.
+
+        Returns:
+            Logits (rows, vocabulary), valid until the next pass.
+        """
+        if self.decoder is not None:
+            logits = self.decoder.decode(segments, token_ids)
+            if logits is not None:
+                return logits
+        ids = torch.from_numpy(token_ids).to(self.device)
+        return self.forward(segments, ids, torch.arange(len(ids), device=self.device))
 
     def run_alone(
         self, token_ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor
@@ -178,14 +217,46 @@ class SlotModel:
     def load_weights(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Replace the weights; see ``HeldWeights.load``."""
         self._held.load(tensors)
+        self._note_addresses()
+
+    def _note_addresses(self) -> None:
+        if self.decoder is not None:
+            self.decoder.keep_addresses([*self.model.parameters(), *self.model.buffers()])
+
+    def _make_decoder(self) -> StaticDecoder | None:
+        """Return a decoder with CUDA graphs; None if the device has none, or the model's states
+        prevent it.
+        """
+        recorder = make_recorder(self.device)
+        if recorder is None:
+            return None
+        if self.has_states:
+            log.info("engine hf decodes without CUDA graphs: layers have recurrent states")
+            return None
+        sizes = [heads * (k + v) * d.itemsize for heads, k, v, d in self.attention.shapes.values()]
+        decoder = StaticDecoder(
+            self._run_static,
+            recorder,
+            num_slots=self.num_slots,
+            max_context=self.max_context,
+            token_bytes=max(sizes),
+            device=self.device,
+        )
+        decoder.keep_addresses([*self.model.parameters(), *self.model.buffers()])
+        return decoder
+
+    def _run_static(self, layout: StaticPass) -> torch.Tensor:
+        with pass_over(layout, self.attention, self.states, self._cache):
+            return self._run(layout.token_ids, layout.positions(), 0, self._cache)
 
     def _run(
         self,
         token_ids: torch.Tensor,
         positions: torch.Tensor,
-        rows: torch.Tensor,
+        rows: torch.Tensor | int,
         cache: Cache | None = None,
     ) -> torch.Tensor:
+        """Return the logits of some rows; 0: of all."""
         out = self.model(
             input_ids=token_ids[None],
             position_ids=positions,

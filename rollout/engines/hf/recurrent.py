@@ -26,7 +26,7 @@ from transformers import Cache
 from transformers.cache_utils import LinearAttentionLayer
 
 from broker.errors import UserError
-from rollout.engines.hf.forward_pass import ForwardPass
+from rollout.engines.hf.forward_pass import ForwardPass, PassLayout
 
 # Arguments by which transformers tells packed sequences apart; each is computed alone here.
 _PACKING: Final = (
@@ -59,7 +59,7 @@ class PassCache(Cache):  # type: ignore[misc]  # transformers has no types
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.current: ForwardPass | None = None
+        self.current: PassLayout | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any
@@ -75,7 +75,7 @@ class PassCache(Cache):  # type: ignore[misc]  # transformers has no types
         if layer_idx is None or self.current is None:
             return 0
         return self.current.positions()[0] - torch.arange(
-            len(self.current.row_positions), device=self.current.device
+            self.current.num_rows, device=self.current.device
         )
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
@@ -316,7 +316,7 @@ class RecurrentStates:
         if self.current is None:
             return forward(*args, **kwargs)
         arguments = _named_arguments(module, args, kwargs)
-        rows = len(self.current.row_positions)
+        rows = self.current.num_rows
         outputs: list[Any] = []
         groups = self.current.state_groups(singly=self.reads_singly)
         for group in groups:
@@ -384,7 +384,7 @@ def _piece(value: Any, states: LayerStates, rows: Tensor | slice, size: int, tot
 
 
 @contextmanager
-def pass_over(current: ForwardPass, *holders: Any) -> Iterator[None]:
+def pass_over(current: PassLayout, *holders: Any) -> Iterator[None]:
     """Let attention and states work on the slots of a pass."""
     for holder in holders:
         holder.current = current

@@ -52,8 +52,11 @@ class TestText:
     stretches: list[int]
 
 
-def test_slots(slots: SlotModel, tokenizer: Tokenizer | None) -> None:
+def test_slots(slots: SlotModel, tokenizer: Tokenizer | None) -> _SelfTest:
     """Check that the model computes the same over slots as in plain transformers.
+
+    Returns:
+        What ``test_static_passes`` compares with.
 
     Raises:
         UserError: if it does not; with the reason as far as it is known.
@@ -64,6 +67,18 @@ def test_slots(slots: SlotModel, tokenizer: Tokenizer | None) -> None:
         raise UserError(
             f"engine hf cannot run {type(slots.model).__name__}: {problem}{test.uncovered_layers()}"
         )
+    return test
+
+
+def test_static_passes(slots: SlotModel, test: _SelfTest) -> str:
+    """Return why the model cannot decode with recorded passes, empty if it can: it fails, or
+    computes something else.
+    """
+    try:
+        return test.static_problem()
+    except Exception as error:  # noqa: BLE001 - any model runs without them
+        log.debug("recording a pass of %s failed", type(slots.model).__name__, exc_info=True)
+        return f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
 
 
 class _SelfTest:
@@ -104,18 +119,31 @@ class _SelfTest:
             for split in splits:
                 self._add_rounding()
                 self._add_parts(split)
-        stretches = []
-        at = 0
-        for text in self._texts:
-            stretches += [at, *(at + start for start in text.stretches)]
-            at += len(text.rows)
-        judge: dict[str, Any] = {"epsilon": self._epsilon, "stretches": stretches}
+        judge = self._judge()
         alone = self._joined([self._without_slots(text) for text in self._texts])
         if reason := noise_problem(self._samples, alone, **judge):
             return f"its attention needs more than positions and masks: {reason}"
         if reason := noise_problem(self._samples, self._joined(self._over_slots()), **judge):
             return f"its output changes when a sequence is read in parts, next to others: {reason}"
         return ""
+
+    @torch.inference_mode()
+    def static_problem(self) -> str:
+        """Return how recorded passes differ from transformers, by the noise of ``problem``."""
+        for gathers in (False, True):
+            values = self._joined(self._over_slots(gathers=gathers))
+            if reason := noise_problem(self._samples, values, **self._judge()):
+                return f"its output changes in a CUDA graph: {reason}"
+        return ""
+
+    def _judge(self) -> dict[str, Any]:
+        """Return the other arguments of ``noise_problem``."""
+        stretches = []
+        at = 0
+        for text in self._texts:
+            stretches += [at, *(at + start for start in text.stretches)]
+            at += len(text.rows)
+        return {"epsilon": self._epsilon, "stretches": stretches}
 
     def uncovered_layers(self) -> str:
         """Return which layers mix tokens otherwise than by attention or states, as an addition to a
@@ -196,9 +224,12 @@ class _SelfTest:
         rows = torch.tensor(text.rows, device=text.ids.device)
         return self._values(self._slots.run_alone(text.ids, positions, rows))
 
-    def _over_slots(self) -> list[Tensor]:
+    def _over_slots(self, *, gathers: bool | None = None) -> list[Tensor]:
         """Read the texts into the last slots: half, the rest but a few tokens, and those one by
         one.
+
+        Args:
+            gathers: read single tokens in recorded passes, in place or gathered; None: as others.
         """
         first_slot = self._slots.num_slots - len(self._texts)
         plans = [_lengths(len(text.ids)) for text in self._texts]
@@ -224,9 +255,13 @@ class _SelfTest:
                 owners += [number] * len(positions)
                 starts[number] = start + new
                 offset = offset + new
-            logits = self._slots.forward(
-                segments, torch.cat(ids), torch.tensor(rows or [0], device=ids[0].device)
-            )
+            sample_rows = torch.tensor(rows or [0], device=ids[0].device)
+            decoder = self._slots.decoder
+            if gathers is None or decoder is None or any(segment.new > 1 for segment in segments):
+                logits = self._slots.forward(segments, torch.cat(ids), sample_rows)
+            else:
+                token_ids = torch.cat(ids).cpu().numpy()
+                logits = decoder.decode_as(segments, token_ids, gathers=gathers)[sample_rows]
             for owner, values in zip(owners, self._values(logits), strict=False):
                 rows_of_text[owner].append(values)
         return [torch.stack(rows) for rows in rows_of_text]

@@ -11,9 +11,14 @@ from rollout.engines.update_check import check_fit
 
 
 class HeldWeights:
-    """Parameters and persistent buffers of a model, tied ones once, under their first name."""
+    """Parameters and persistent buffers of a model, tied ones once, under their first name.
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    ``copies``: new tensors are copied into the present ones, whose addresses stay; otherwise they
+    replace them where they can.
+    """
+
+    def __init__(self, model: torch.nn.Module, *, copies: bool = False) -> None:
+        self.copies = copies
         every = dict(model.named_parameters(remove_duplicate=False))
         every |= {
             name: tensor
@@ -38,7 +43,7 @@ class HeldWeights:
 
     @torch.no_grad()
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Use these tensors from now on, copying those of another dtype, device or layout.
+        """Use these tensors from now on, copying those of another dtype, device or layout, or all.
 
         The whole update is checked before anything changes.
 
@@ -51,7 +56,7 @@ class HeldWeights:
         check_fit(current, new_tensors)
         copied = []
         for name, live in self._live.items():
-            if all(_replaceable(tensor, new_tensors[name]) for tensor in live):
+            if not self.copies and all(_replaceable(tensor, new_tensors[name]) for tensor in live):
                 for tensor in live:
                     tensor.data = new_tensors[name]
             else:
