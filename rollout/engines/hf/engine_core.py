@@ -48,6 +48,9 @@ from rollout.scheduler import Scheduler
 
 MIN_SHARED: Final = 8  # tokens of a prompt; copying the KV of fewer costs more than computing them
 MAX_FAILURES: Final = 3  # consecutive failed passes before the engine gives up
+# replayed passes that new requests wait for at most, since a pass that reads takes as long as
+# several of them
+MAX_POSTPONED: Final = 8
 
 
 class EngineCore:
@@ -85,6 +88,7 @@ class EngineCore:
         self._rows: dict[int, RequestRow] = {}  # by slot
         # rows in prefill (more than one token to run), oldest first
         self._reading: list[RequestRow] = []
+        self._postponed = 0  # passes that have not read, although rows wait
         self._shares_prompts = section.prefix_cache
         # a running row with this prompt, computed by the current weights
         self._prompts: dict[bytes, RequestRow] = {}
@@ -378,6 +382,12 @@ class EngineCore:
         if not self._reading:
             rows = [self._rows[slot] for slot in sorted(self._rows)]
             return rows, [Segment(row.job.slot, row.cached, 1) for row in rows]
+        if self._postpones_reading():
+            self._postponed += 1
+            reading = {row.job.slot for row in self._reading}
+            rows = [self._rows[slot] for slot in sorted(self._rows) if slot not in reading]
+            return rows, [Segment(row.job.slot, row.cached, 1) for row in rows]
+        self._postponed = 0
         share: dict[int, int] = {}
         num_left = self._prefill_tokens
         for row in self._reading:
@@ -389,6 +399,14 @@ class EngineCore:
         rows = [self._rows[slot] for slot in sorted(self._rows) if share.get(slot, 1)]
         return rows, [Segment(row.job.slot, row.cached, share.get(row.job.slot, 1)) for row in rows]
 
+    def _postpones_reading(self) -> bool:
+        """Return whether this pass only decodes, from a CUDA graph, although rows wait to be read."""
+        decoder = self.model.decoder
+        if decoder is None or not decoder.has_replayed or self._postponed >= MAX_POSTPONED:
+            return False
+        unread = sum(row.length - row.cached for row in self._reading if row.source is None)
+        return unread < self._prefill_tokens and len(self._reading) < len(self._rows)
+
     def _forward(self, rows: list[RequestRow], segments: list[Segment]) -> Tensor:
         """Return the logits of the rows that this pass completes."""
         parts = [
@@ -396,7 +414,7 @@ class EngineCore:
             for row, s in zip(rows, segments, strict=True)
         ]
         ids = np.concatenate(parts)
-        if not self._reading:
+        if all(row.length - row.cached == 1 for row in rows):
             return self.model.decode(segments, ids.astype(np.int64))
         ends = np.cumsum([s.new for s in segments]) - 1
         complete = np.array(

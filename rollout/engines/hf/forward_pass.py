@@ -111,9 +111,7 @@ class PassLayout(ABC):
         max_context: tokens that a slot has room for.
     """
 
-    def __init__(
-        self, blocks: list[SegmentBlock], max_context: int, device: torch.device
-    ) -> None:
+    def __init__(self, blocks: list[SegmentBlock], max_context: int, device: torch.device) -> None:
         self.blocks = blocks
         self.max_context = max_context
         self.device = device
@@ -155,7 +153,9 @@ class PassLayout(ABC):
 
     def read(self, cache: Tensor, block: SegmentBlock) -> Tensor:
         """Return a block's part of a layer's keys or values, (size, KV heads, length, head size)."""
-        stride = cache.stride()  # one call where indexing makes two: there are thousands in a second
+        stride = (
+            cache.stride()
+        )  # one call where indexing makes two: there are thousands in a second
         shape = (block.size, cache.shape[1], block.length, cache.shape[3])
         return cache.as_strided(shape, stride, block.slot * stride[0])
 
@@ -190,9 +190,7 @@ class ForwardPass(PassLayout):
         row_positions: each row's position in its sequence, (rows,) int64.
     """
 
-    def __init__(
-        self, segments: Sequence[Segment], max_context: int, device: torch.device
-    ) -> None:
+    def __init__(self, segments: Sequence[Segment], max_context: int, device: torch.device) -> None:
         super().__init__(join_segments(segments), max_context, device)
         self.segments = segments
         self._groups: dict[bool, list[StateGroup]] = {}

@@ -156,9 +156,7 @@ class SlotModel:
             return self._run(token_ids, now.positions(), sample_rows, self._cache)
 
     @torch.inference_mode()
-    def decode(
-        self, segments: Sequence[Segment], token_ids: npt.NDArray[np.int64]
-    ) -> torch.Tensor:
+    def decode(self, segments: Sequence[Segment], token_ids: npt.NDArray[np.int64]) -> torch.Tensor:
         """Run one new token of each of many sequences, from a CUDA graph where possible.
 
         Args:

@@ -115,6 +115,7 @@ class StaticDecoder:
         self._is_full = False
         self._addresses: tuple[int, ...] = ()
         self.problem = ""  # why it does not record any more
+        self.has_replayed = False  # the last call of decode had a recording
 
     @property
     def shapes(self) -> list[StaticShape]:
@@ -129,6 +130,7 @@ class StaticDecoder:
         Returns:
             Logits (sequences, vocabulary), valid until the next pass; None if no recording serves.
         """
+        self.has_replayed = False
         if self.problem:
             return None
         slots = np.array([segment.slot for segment in segments], np.int64)
@@ -136,6 +138,7 @@ class StaticDecoder:
         shape = self._recorded_shape(slots, int(starts.max()) + 1)
         if shape is None:
             return None
+        self.has_replayed = True
         self._recordings.move_to_end(shape)
         return self._replay(shape, slots, starts, token_ids)
 
