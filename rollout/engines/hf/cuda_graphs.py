@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import torch
-
-log = logging.getLogger(__name__)
 
 # free memory below which nothing is recorded: others on the device, and passes of other shapes,
 # need some
@@ -30,13 +28,14 @@ class CudaGraphRecorder:
         return torch.cuda.mem_get_info(self._device)[0] >= RESERVED_BYTES
 
     def check(self, work: Callable[[], None]) -> None:
+        # of this process, so before other threads use the device
         mode = torch.cuda.get_sync_debug_mode()
-        torch.cuda.set_sync_debug_mode("error")
+        _set_sync_mode("error")
         try:
             with self._own_stream():
                 work()
         finally:
-            torch.cuda.set_sync_debug_mode(mode)
+            _set_sync_mode(mode)
 
     def record(self, work: Callable[[], None]) -> Callable[[], None]:
         with self._own_stream():
@@ -44,19 +43,28 @@ class CudaGraphRecorder:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()  # of what only this stream could use again
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream), self._without_leftovers():
+        with torch.cuda.stream(self._stream):
             # other threads may use the device: weights arrive in one
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
                 work()
-            finally:
-                graph.capture_end()
+            except BaseException:
+                self._end_failed_capture(graph)
+                raise
+            graph.capture_end()
         replay: Callable[[], None] = graph.replay
         return replay
 
     def drop(self) -> None:
-        torch.cuda.synchronize(self._device)
+        torch.cuda.synchronize(self._device)  # a replay may be under way
         self._pool = torch.cuda.graph_pool_handle()
+
+    def _end_failed_capture(self, graph: torch.cuda.CUDAGraph) -> None:
+        try:
+            graph.capture_end()
+        except RuntimeError:  # then torch leaves the allocator as it was during the capture
+            with suppress(AttributeError, RuntimeError):
+                torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
 
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
@@ -67,15 +75,11 @@ class CudaGraphRecorder:
         finally:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
-    @contextmanager
-    def _without_leftovers(self) -> Iterator[None]:
-        """Let the allocator leave the pool if a capture fails, which torch does not do itself."""
-        try:
-            yield
-        except BaseException:
-            with suppress(AttributeError, RuntimeError):
-                torch._C._cuda_endAllocateToPool(self._device.index or 0, self._pool)
-            raise
+
+def _set_sync_mode(mode: int | str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it is a prototype
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def make_recorder(device: torch.device) -> CudaGraphRecorder | None:

@@ -57,7 +57,7 @@ class PassRecorder(Protocol):
         ...
 
     def drop(self) -> None:
-        """Free the memory of all recordings, which are not used any more."""
+        """Wait until no recording is replayed; they are dropped then."""
         ...
 
 
@@ -166,11 +166,11 @@ class StaticDecoder:
 
     def drop(self) -> None:
         """Drop all recordings: what they read or write moves."""
+        self._recorder.drop()
         self._recordings.clear()
         self._uses.clear()
         self._logits = None
         self._is_full = False
-        self._recorder.drop()
 
     def keep_addresses(self, tensors: Iterable[Tensor]) -> None:
         """Drop all recordings if one of the model's tensors has moved since the last call."""
