@@ -61,20 +61,25 @@ async def _compare(
             requests = partial(
                 load.make_requests, number, shape.vocab, prompt=prompt, output=output
             )
-            measured, verdicts = await _compare_arms(arms, requests, options.pairs, dtype)
+            measured, verdicts = await compare_arms(arms, requests, options.pairs, dtype)
             figures |= {name + ending: value for name, value in measured.items()}
             checks |= {name + ending: verdict for name, verdict in verdicts.items()}
             common.show(figures)
     return figures, checks
 
 
-async def _compare_arms(
+async def compare_arms(
     arms: Mapping[str, load.Ask],
     make_requests: Callable[..., list[wire.GenerateRequest]],
     pairs: int,
     dtype: str,
 ) -> tuple[dict[str, Any], dict[str, bool]]:
-    """Return figures and checks of both arms under the same requests, alternating."""
+    """Return figures and checks of two arms under the same requests, alternating.
+
+    Args:
+        arms: by name; the figures compare the second with the first.
+    """
+    base, subject = arms
 
     async def turn(
         arm: str, name: str, temperature: float
@@ -94,17 +99,17 @@ async def _compare_arms(
             rates[arm].append((await turn(arm, f"{number}-{arm}-{pair}", 1.0))[2])
         rounded = {arm: round(values[-1]) for arm, values in rates.items()}
         print(f"{number} requests, pair {pair}: tokens/s {rounded}", flush=True)
-    identical = _share(greedy["bare"][0], greedy["server"][0])
-    ratios = [server / bare for server, bare in zip(rates["server"], rates["bare"], strict=True)]
+    identical = _share(greedy[base][0], greedy[subject][0])
+    ratios = [of / to for of, to in zip(rates[subject], rates[base], strict=True)]
     figures: dict[str, Any] = {
         "ratio": round(statistics.median(ratios), 3),
         "ratio_low": round(min(ratios), 3),
     }
     figures |= {
         "ratio_high": round(max(ratios), 3),
-        "tokens_per_s": round(statistics.median(rates["server"]), 1),
+        "tokens_per_s": round(statistics.median(rates[subject]), 1),
     }
-    figures |= {"bare_tokens_per_s": round(statistics.median(rates["bare"]), 1)}
+    figures |= {f"{base}_tokens_per_s": round(statistics.median(rates[base]), 1)}
     figures |= {"identical_tokens": round(identical, 4)}
     complete = all([len(each) for each in tokens] == lengths for tokens, lengths in greedy.values())
     # In bf16 the sums of a batch depend on who is in it, so on a GPU near ties may go either way;

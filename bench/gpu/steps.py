@@ -89,6 +89,8 @@ STEPS: Final = (
           "mfu_causal_4096", "memory_gib_4096"), cpu=(*TINY, "--repeats", "1")),
     Step("engine-hf", "engine hf behind a server against it bare", "bench.gpu.engine", ("--pairs", "2"), 150, 240,
          ENGINE, cpu=(*TINY, "--pairs", "1")),
+    Step("graphs", "engine hf with CUDA graphs against it without", "bench.gpu.graphs", ("--pairs", "1"), 60, 120,
+         ("tokens_per_s_64", "ratio_64", "tokens_per_s", "ratio", "identical_tokens"), cpu=(*TINY, "--pairs", "1")),
     Step("update", "new weights while engine hf generates", "bench.gpu.update",
          ("--pairs", "2", "--window-s", "5"), 50, 90, ("tokens_lost_share", "pause_ms", "update_ms", "tokens_per_s"),
          cpu=(*TINY, "--pairs", "1")),

@@ -19,7 +19,7 @@ from pass_recorder import PassRecorderDouble, record_passes
 from rollout.config import RolloutSection
 from rollout.engines.base import EngineConfig, GenerationOutput
 from rollout.engines.hf import static_decoder
-from rollout.engines.hf.engine_core import EngineCore
+from rollout.engines.hf.engine_core import MAX_POSTPONED, EngineCore
 from rollout.engines.hf.forward_pass import Segment
 from rollout.engines.hf.model import SlotModel
 from rollout.engines.hf.static_pass import StaticShape, fitting_shapes, rounded_up
@@ -165,6 +165,39 @@ def test_recordings_outlive_new_weights_but_not_sleep(
         core.update(new_weights, 2, "keep", None)  # something has moved the weights
         assert recorder.drops == 2
         assert_same_answers(answers(core, 5, "m"), new)
+
+
+def passes_until_read(core: EngineCore, tokens: int) -> int:
+    """Return the passes that a request for which this prompt waits, while another one decodes."""
+    core.submit(request("running", prompt(9), max_tokens=100), 0.0)
+    for _ in range(2 * static_decoder.RECORD_AFTER):
+        core.admit(0.0)
+        core.step()
+    core.submit(request("waiting", prompt(tokens), max_tokens=2), 0.0)
+    prefilled = core.stats().prefill_tokens
+    passes = 0
+    while core.stats().prefill_tokens == prefilled:
+        core.admit(0.0)
+        core.step()
+        passes += 1
+    return passes - 1
+
+
+def test_prompts_wait_for_a_few_replayed_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened("llama", tmp_path, prefill_tokens=30) as core:
+        assert passes_until_read(core, 20) == 0
+    recorder = record_passes(monkeypatch)
+    with opened("llama", tmp_path, prefill_tokens=30) as core:
+        assert passes_until_read(core, 20) == MAX_POSTPONED
+    with opened("llama", tmp_path, prefill_tokens=30) as core:
+        assert passes_until_read(core, 50) == 0  # they fill a pass
+    with opened("llama", tmp_path, prefill_tokens=30) as core:
+        recorder.problem = "out of memory"
+        core.sleep()
+        core.wake()
+        assert passes_until_read(core, 20) == 0
 
 
 @pytest.mark.parametrize("fault", ["fails", "differs"])
