@@ -69,7 +69,9 @@ class StaticInputs:
         self._host = torch.empty(size, dtype=torch.int64, pin_memory=is_cuda)
         self._array: npt.NDArray[np.int64] = self._host.numpy()
         self._device = torch.zeros(size, dtype=torch.int64, device=device)
-        self._copied = torch.cuda.Event() if is_cuda else None
+        self._copied: torch.cuda.Event | None = None
+        if is_cuda:
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
 
     def write(self, rows: npt.NDArray[np.int64]) -> None:
         """Copy the inputs of a pass to the device."""
