@@ -36,8 +36,8 @@ from broker.contract import wire
 from broker.contract.streams import DEVICES
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import watch_metrics
+from broker.settings.run_address import noted_address
 from broker.system.devices import host_name
-from learner.run_folder import noted_address
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import build_tiny
 

@@ -29,6 +29,7 @@ from broker.settings.arguments import (
     port,
     positive,
 )
+from broker.settings.run_address import broker_address, find_folder
 from broker.system import logs
 from broker.system.entry import enter
 from broker.system.visible_text import visible_json
@@ -51,7 +52,10 @@ EXAMPLES: Final = {
     ],
     "broker dead": ["broker dead list", "broker dead show 3"],
     "broker dead list": ["broker dead list --run quick"],
-    "broker dead show": ["broker dead show 3", "broker dead show 3 --raw > message.bin"],
+    "broker dead show": [
+        "broker dead show 3 --run quick",
+        "broker dead show 3 --raw > message.bin",
+    ],
     "broker dead retry": ["broker dead retry 3 --timeout 60"],
     "broker dead purge": ["broker dead purge --through 10"],
 }
@@ -160,12 +164,11 @@ def _add_operator_options(
     parser: argparse.ArgumentParser, operation: Operation, *, json: bool = True
 ) -> None:
     run = os.environ.get("RL_RUN") or None
-    add_broker(parser)
+    add_broker(parser, is_noted=True)
     if json:
         add_json(parser)
-    parser.add_argument(
-        "--run", metavar="NAME", default=run, help="which run (RL_RUN, else the only one)"
-    )
+    text = "which run: its name, or its folder (RL_RUN, else the only one)"
+    parser.add_argument("--run", metavar="RUN", default=run, help=text)
     text = "give up after (%(default)s)"
     parser.add_argument(
         "--connect-deadline", type=positive, default=DEADLINE_S, metavar="SECONDS", help=text
@@ -186,10 +189,21 @@ def _add_operator_options(
     parser.set_defaults(body=body, operation=operation)
 
 
+def find_broker(options: argparse.Namespace) -> str:
+    """Return the address of the run's broker; replace the run's folder by its name."""
+    folder = find_folder(options.run) if options.run else None
+    if folder is not None:
+        options.run = folder.resolve().name
+    return broker_address(options.broker, folder)
+
+
 async def operate(options: argparse.Namespace) -> None:
-    """Connect, perform the operation of the arguments, disconnect."""
+    """Connect to the broker of the run, perform the operation of the arguments, disconnect."""
     bus = await Bus.connect(
-        options.broker, "", name=f"operator-{os.getpid()}", deadline_s=options.connect_deadline
+        find_broker(options),
+        "",
+        name=f"operator-{os.getpid()}",
+        deadline_s=options.connect_deadline,
     )
     try:
         await options.operation(bus, options)

@@ -14,19 +14,21 @@ import yaml
 
 from broker.errors import BrokerUnreachable, UserError
 from broker.jetstream.bus import Bus
-from broker.nats.addresses import DEFAULT_BROKER
 from broker.runtime.presence import census
 from broker.settings.arguments import add_broker, add_json, positive
+from broker.settings.run_address import (
+    ADDRESS,
+    broker_address,
+    find_folder,
+    noted_address,
+    private_addresses,
+)
 from broker.settings.runspec import find_runs
-from broker.system.locks import lock
 from broker.system.private_files import private_write
 
-ADDRESS: Final = "broker.url"
 EPOCH: Final = "epoch"
 # Folder of the private broker of `rlearner up`.
 STORE: Final = "broker"
-# held by `rlearner up`; a line with its process id, then one with the address of its private broker
-UP_LOCK: Final = ".lock"
 # start of the reason if there is a learner, but no run yet
 STARTING: Final = "the learner is starting"
 # Part of the reason if the broker answered.
@@ -84,9 +86,8 @@ def find_run(run: str, folder: str) -> RunPlace:
     Raises:
         UserError: if there is none.
     """
-    for path in (Path(folder) / run, Path(run)):
-        if (path / "config.yaml").is_file():
-            return _read_place(path)
+    if path := find_folder(run, folder):
+        return _read_place(path)
     for path in (Path(folder) / run, Path(run)):
         if path.is_dir() and run not in ("", "."):
             raise UserError(f"{path}: has no config.yaml, so it is not the folder of a run")
@@ -107,40 +108,6 @@ def _read_place(path: Path) -> RunPlace:
         return RunPlace(str(config["run"]["name"]), path.absolute(), config)
     except (TypeError, KeyError):
         raise UserError(f"{file}: does not hold the settings of a run; expected run.name") from None
-
-
-def broker_address(url: str | None, folder: Path) -> str:
-    """Return the named broker, else that of ``current_address``, else the default."""
-    return url or current_address(folder) or DEFAULT_BROKER
-
-
-def current_address(folder: Path) -> str:
-    """Return the private broker of a running ``rlearner up``, else the noted one."""
-    private = private_addresses(folder) if is_held(folder) else []
-    return private[-1] if private else noted_address(folder)
-
-
-def is_held(folder: Path) -> bool:
-    """Return whether an ``rlearner up`` holds the folder."""
-    try:
-        if (folder / UP_LOCK).exists():
-            lock(folder / UP_LOCK, "held").close()
-    except UserError:
-        return True
-    return False
-
-
-def noted_address(folder: Path) -> str:
-    """Return the broker that the run was last trained with, empty if none is noted."""
-    note = folder / ADDRESS
-    return note.read_text(encoding="utf-8").strip() if note.is_file() else ""
-
-
-def private_addresses(folder: Path) -> list[str]:
-    """Return the folder's private brokers, oldest first; each ended with its ``rlearner up``."""
-    file = folder / UP_LOCK
-    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
-    return [line for line in lines if "://" in line]
 
 
 def previous_broker(folder: Path, url: str) -> str:

@@ -202,12 +202,14 @@ def add_broker(
     """Add --broker (RL_BROKER) and --insecure (RL_INSECURE).
 
     Args:
-        is_noted: whether None is the default, because a run's folder names its broker.
+        is_noted: whether the run's folder names its broker, so that the default is None, see
+            ``broker_address``.
     """
-    url = os.environ.get("RL_BROKER") or None
-    visible_url = without_passwords(url or DEFAULT_BROKER).replace("%", "%%")
-    default = url if is_noted else url or DEFAULT_BROKER
-    help_text = f"{text} (RL_BROKER, {visible_url})"
+    url = os.environ.get("RL_BROKER") or DEFAULT_BROKER
+    visible_url = without_passwords(url).replace("%", "%%")
+    default = None if is_noted else url
+    source = "that of the run's folder, else RL_BROKER" if is_noted else "RL_BROKER"
+    help_text = f"{text} ({source}, {visible_url})"
     parser.add_argument("--broker", metavar="URL", action=_Address, default=default, help=help_text)
     help_text = f"connect to a broker on another host without TLS or without a login ({INSECURE}=1)"
     parser.add_argument(

@@ -36,11 +36,12 @@ from broker.contract.streams import SAMPLES, TICKETS, Stream
 from broker.errors import LostState
 from broker.jetstream.api import find_message
 from broker.jetstream.bus import Bus, LogRecord
+from broker.settings.run_address import is_held, noted_address, private_addresses
 from learner.credit import archive, ledger_segments, record_intake
 from learner.credit.ledger import LOST, Ledger, LedgerEntry
 from learner.credit.ledger_file import digest_record
 from learner.credit.tickets import REBASE
-from learner.run_folder import previous_broker
+from learner.run_folder import STORE, previous_broker
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +141,10 @@ class Recovery:
 
     def _advice(self) -> str:
         """Return how to continue after a loss: with the previous broker, if that is another."""
+        store = self._folder / STORE
+        is_private = noted_address(self._folder) in private_addresses(self._folder)
+        if is_private and not is_held(self._folder) and (store / "jetstream").is_dir():
+            return f"the run's streams are in {store}: `rlearner up {self._folder}` continues there"
         url = previous_broker(self._folder, self._bus.link.url)
         if not url:
             return REBASE

@@ -27,8 +27,8 @@ from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import watch_metrics
 from broker.nats.nats_errors import ApiError, Disconnected, NoStream
 from broker.runtime.presence import SILENT_AFTER_S, Roster
+from broker.settings.run_address import broker_address
 from broker.settings.runspec import find_runs
-from learner.run_folder import broker_address
 from rlearner.console.index.live_spans import LiveSpans
 
 log = logging.getLogger(__name__)

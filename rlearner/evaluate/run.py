@@ -27,6 +27,7 @@ from broker.runtime.presence import Roster
 from broker.runtime.process import Stop, Stopped
 from broker.server.private_server import BrokerServer
 from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection, RunSection
+from broker.settings.run_address import UP_LOCK
 from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import publish_runspec, section
 from broker.system.locks import lock
@@ -38,7 +39,7 @@ from learner.evaluation.evaluation import Evaluation, EvaluationQueue
 from learner.evaluation.evaluator import Evaluator
 from learner.prepare import data_digests, make_folder, run_folder, write_config
 from learner.reporting.transcripts import TranscriptFactory
-from learner.run_folder import STORE, UP_LOCK
+from learner.run_folder import STORE
 from rlearner.evaluate.report import format_report, result_of
 from rlearner.up.fleet import ProcessFleet
 from rlearner_text.config import check_model_path

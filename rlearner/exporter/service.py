@@ -36,11 +36,12 @@ from broker.nats.client import Msg
 from broker.nats.nats_errors import ApiError, Disconnected
 from broker.runtime.presence import Roster
 from broker.runtime.process import Stop, serve_metrics, unless_stopped
+from broker.settings.run_address import broker_address
 from broker.settings.runspec import find_runs
 from broker.system import logs
 from broker.system.reminders import Reminders
 from learner.credit.store_gate import replica_usage
-from learner.run_folder import broker_address, find_run
+from learner.run_folder import find_run
 from rlearner.exporter.run_figures import BrokerFigures, Queue, RunFigures
 
 log = logging.getLogger(__name__)
@@ -124,9 +125,9 @@ def _find_address(options: argparse.Namespace) -> tuple[str, str, Login | None]:
     try:
         place = find_run(options.run_name, options.dir)
     except UserError:
-        if not options.broker:
+        if not (url := options.broker or os.environ.get("RL_BROKER")):
             raise
-        return options.run_name, options.broker, None
+        return options.run_name, url, None
     return place.name, broker_address(options.broker, place.folder), None
 
 

@@ -153,7 +153,7 @@ def _add_invitations(subparsers: Any) -> None:
     parsers = {}
     for name, (function, text) in commands.items():
         parser = parsers[name] = subparsers.add_parser(name, help=text, description=text)
-        add_broker(parser)
+        add_broker(parser, is_noted=name == "invite")
         add_json(parser)
         body = f"invitations:{function}"
         parser.set_defaults(run=lambda options, body=body: _run_operation(body, options))

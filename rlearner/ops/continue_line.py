@@ -9,10 +9,11 @@ from pathlib import Path
 
 from broker.errors import UserError
 from broker.nats.addresses import without_passwords
+from broker.settings.run_address import private_addresses
 from broker.settings.run_settings import RunSettings
 from broker.system.process_identity import this_process
 from learner.checkpoints import checkpoint
-from learner.run_folder import noted_epoch, noted_holder, private_addresses
+from learner.run_folder import noted_epoch, noted_holder
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.operations.runs import State, set_desired
 from broker.runtime.presence import census
+from broker.settings.run_address import broker_address
 from broker.system.visible_text import visible, visible_json
-from learner.run_folder import broker_address, find_run
+from learner.run_folder import find_run
 
 STATES: Final[dict[str, State]] = {
     "pause": "paused",

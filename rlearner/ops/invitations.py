@@ -13,15 +13,17 @@ from broker.identity import tokens
 from broker.identity.key_folder import KeyFolder
 from broker.identity.login import keys_of
 from broker.nats.addresses import without_logins
+from broker.settings.run_address import broker_address, find_folder
 from broker.system.visible_text import visible_json
 
 
 async def write_token(options: argparse.Namespace) -> int:
     """Write a join token; print where, and how to use it."""
-    keys = keys_of(options.broker)
+    url = broker_address(options.broker, find_folder(options.run_name))
+    keys = keys_of(url)
     token = tokens.make_join_token(
         keys,
-        without_logins(options.broker),
+        without_logins(url),
         options.role,
         options.run_name,
         name=options.name,

@@ -17,10 +17,11 @@ from broker.errors import BrokerUnreachable, RequestFailed, UserError
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import send_request
 from broker.runtime.presence import census
+from broker.settings.run_address import broker_address
 from broker.system.visible_text import visible
 from learner.reporting.metrics import newest_line
 from learner.reporting.status import ID
-from learner.run_folder import broker_address, find_run
+from learner.run_folder import find_run
 
 Action = Literal["checkpoint", "evaluate"]
 

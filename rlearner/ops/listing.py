@@ -19,10 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from broker.errors import UserError
+from broker.settings.run_address import UP_LOCK, current_address, is_held
 from broker.system.locks import lock
 from broker.system.visible_text import visible_json
 from learner.reporting.metrics import newest_line
-from learner.run_folder import STORE, UP_LOCK, current_address, is_held, previous_broker
+from learner.run_folder import STORE, previous_broker
 from rlearner.ops.live_learners import ask_broker
 
 FINISHED = "finished"

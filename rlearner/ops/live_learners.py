@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from typing import Final
 
 from broker.contract import wire
 from broker.errors import BrokerUnreachable
@@ -14,6 +15,8 @@ from broker.runtime.presence import census
 from broker.settings.runspec import find_runs
 from learner.run_folder import DEADLINE_S
 from rlearner.doctor.broker_checks import read_server_info
+
+FORGOTTEN: Final = ", which no longer knows the run"
 
 
 async def ask_broker(url: str, run: str) -> tuple[list[wire.Presence], str]:
@@ -43,6 +46,6 @@ async def ask_broker_of_runs(
     learners: dict[str, tuple[list[wire.Presence], str]] = {}
     for run, processes in zip(runs, censuses, strict=True):
         # A broker that has lost its store, or had another one before.
-        problem = "" if run in runs_of_broker else ", which no longer knows the run"
+        problem = "" if run in runs_of_broker else FORGOTTEN
         learners[run] = [presence for presence in processes if presence.role == "learner"], problem
     return learners

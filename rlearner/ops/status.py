@@ -23,6 +23,7 @@ from broker.identity.key_folder import BrokerUser
 from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import ApiError
 from broker.runtime.presence import CENSUS_S, census, display_name
+from broker.settings.run_address import is_held, noted_address, private_addresses
 from broker.system.visible_text import visible
 from learner.checkpoints import checkpoint
 from learner.credit import ledger_file, ledger_segments
@@ -288,11 +289,17 @@ def missing_learner_lines(status: Mapping[str, Any]) -> list[str]:
         return []
     if status.get("learner", "none") == "none" and status["step"] >= status["steps"]:
         return [f"no learner is running: all {status['steps']} steps are done"]
-    if status["broker"] is None and UNKNOWN in status["broker_error"]:
-        command = f"`rlearner start {config} --broker URL`"
+    folder = Path(status["folder"])
+    is_unknown = status["broker"] is None and UNKNOWN in status["broker_error"]
+    if is_unknown and is_held(folder):
+        return ["no learner is running yet: `rlearner up` starts it"]
+    noted = noted_address(folder)
+    if is_unknown and noted not in private_addresses(folder):
+        # Not --rebase: only a learner finds out whether the broker has lost the run's streams.
+        command = f"`rlearner start {config} --broker {noted or 'URL'}`"
         return [
-            f"no learner is running; {command} starts the run again, "
-            "with --rebase if the broker has lost its store"
+            f"no learner was found: {command} continues the run with its broker; "
+            "--broker names another one to this command"
         ]
     if status["broker"] is None:
         command = f"`rlearner up {config}`"

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import IO
 
 from broker.errors import UserError
+from broker.settings.run_address import UP_LOCK, private_addresses
 from broker.system.locks import lock
-from learner.run_folder import STORE, UP_LOCK, noted_epoch, previous_broker, private_addresses
-from rlearner.ops.live_learners import ask_broker
+from learner.run_folder import STORE, noted_epoch, previous_broker
+from rlearner.ops.live_learners import FORGOTTEN, ask_broker
 
 
 async def refuse_other_broker(folder: Path, run: str) -> None:
@@ -34,7 +35,8 @@ async def refuse_other_broker(folder: Path, run: str) -> None:
     trained_by_up = not private_addresses(folder) and (folder / STORE / "jetstream").exists()
     if noted_epoch(folder) and not trained_by_up:
         hint = ""
-        if problem:
+        # A broker that answers may be another one at this address; `start` finds out.
+        if problem not in ("", FORGOTTEN):
             hint = "; if it has lost its store, add --rebase, which counts the open tickets as dead"
         raise UserError(
             f"run {run} was last trained with the broker at {url}{problem}: continue with "

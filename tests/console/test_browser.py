@@ -24,7 +24,7 @@ from bench.support.console_browser import CHROMIUM, FLAGS
 from broker.contract import codec, wire
 from broker.contract.streams import DEAD, TICKETS
 from broker.jetstream.bus import Bus
-from learner.run_folder import broker_address, is_held
+from broker.settings.run_address import broker_address, is_held
 
 playwright = pytest.importorskip(
     "playwright.async_api", reason="needs Playwright and Chromium: make test-console"

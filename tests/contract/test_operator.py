@@ -27,6 +27,7 @@ from broker.runtime.announce import Announcer
 from broker.runtime.process import Stop
 from learner.credit.archive import archive_files
 from learner.prepare import to_yaml
+from learner.run_folder import note_broker
 from learner.service import serve_learner
 
 ROOT = Path(__file__).parents[2]
@@ -49,11 +50,11 @@ def eventful(ticket: wire.Ticket) -> list[wire.Message | bytes]:
             return [good]
 
 
-async def command(*arguments: str) -> tuple[int, str, str]:
+async def command(*arguments: str, **variables: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of ``rlearner …``."""
     environment = {
         name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")
-    }
+    } | variables
     pipe = asyncio.subprocess.PIPE
     child = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "rlearner.cli", *arguments, stdout=pipe, stderr=pipe, env=environment
@@ -408,11 +409,31 @@ async def test_status_of_a_run_that_its_broker_does_not_have(
         in out
     )
     _, out, _ = await command("status", *where)
-    again = f"`rlearner start {relative} --broker URL`"
-    assert (
-        out.splitlines()[0]
-        == f"no learner is running; {again} starts the run again, with --rebase if the broker has lost its store"
+    start = f"`rlearner start {relative} --broker URL`"
+    assert out.splitlines()[0] == (
+        f"no learner was found: {start} continues the run with its broker; "
+        "--broker names another one to this command"
     )
+
+
+async def test_status_asks_the_broker_of_the_run(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
+    """Not that of the variable, which a shell keeps while its user looks at other runs."""
+    file = tmp_path / run_name / "config.yaml"
+    file.parent.mkdir()
+    file.write_text(to_yaml(fleet.config(str(tmp_path), run_name)))
+    note_broker(file.parent, broker_url)
+    spec = wire.RunSpec(
+        run=run_name, wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path=""
+    )
+    await bus.key_value(RUNS).put(run_name, spec)
+    variable = {"RL_BROKER": "nats://127.0.0.1:9"}
+    status = (run_name, "--dir", str(tmp_path), "--json", "--connect-deadline", "20")
+    code, out, err = await command("status", *status, **variable)
+    assert (code, json.loads(out)["broker"]) == (0, broker_url), err
+    code, _, err = await command("status", *status[:-1], "0.2", "--broker", variable["RL_BROKER"])
+    assert (code, "no broker answered at nats://127.0.0.1:9" in err) == (2, True)
 
 
 async def test_drain_says_who_ends_and_who_stays_and_why(

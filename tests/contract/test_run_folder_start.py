@@ -17,8 +17,9 @@ from waits import LONG_S
 from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
 from broker.server.private_server import BrokerServer
+from broker.settings.run_address import private_addresses
 from learner.prepare import to_yaml
-from learner.run_folder import STORE, note_broker, private_addresses
+from learner.run_folder import STORE, note_broker
 from learner.service import serve_learner
 from rlearner.up.run_claim import RunClaim
 

@@ -22,8 +22,8 @@ from broker.contract.streams import DEVICES
 from broker.jetstream.bus import Bus
 from broker.runtime.device_party import TTL_S
 from broker.runtime.shared_devices import SharedDevices
+from broker.settings.run_address import noted_address
 from broker.system.devices import device_names, host_name
-from learner.run_folder import noted_address
 
 QUICKSTART = str(Path("configs/quickstart.yaml").absolute())
 COMMAND = [sys.executable, "-m", "rlearner.cli"]

@@ -16,8 +16,9 @@ from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import census
 from broker.runtime.process import Stop
+from broker.settings.run_address import noted_address
 from learner.prepare import to_yaml
-from learner.run_folder import note_broker, noted_address
+from learner.run_folder import note_broker
 from learner.service import serve_learner
 from rlearner.ops.listing import summarize_run
 

@@ -10,7 +10,7 @@ import pytest
 from bench.advice.speeds import FleetSpeeds
 from bench.advice.virtual_run import config_of, run_fleet
 from broker.contract import wire
-from learner.run_folder import ADDRESS
+from broker.settings.run_address import ADDRESS
 from rlearner.advise.advice import advise
 from rlearner.console.index.live_spans import LiveSpans
 from rlearner.console.live import LiveRun

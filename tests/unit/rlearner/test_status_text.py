@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import pytest
+
+from broker.settings.run_address import UP_LOCK
+from learner.run_folder import UNKNOWN, note_broker
 from rlearner.ops.status import missing_learner_lines, wrap_lines
+from rlearner.up.run_claim import RunClaim
 
 
 def test_what_does_not_fit_goes_below_the_second_column() -> None:
@@ -36,3 +44,29 @@ def test_a_finished_run_is_not_said_to_be_started_again() -> None:
     assert missing_learner_lines({**finished, "step": 39})[0].endswith(
         "continues the run where it stopped"
     )
+
+
+@pytest.mark.parametrize("is_private", [False, True])
+def test_a_broker_without_the_run_is_no_reason_to_rebase(tmp_path: Path, is_private: bool) -> None:
+    """It may be another run's broker, or that of another time at the same address."""
+    url = "nats://10.0.0.1:4222"
+    note_broker(tmp_path, url)
+    (tmp_path / UP_LOCK).write_text(f"1\n{url}\n" if is_private else "")
+    status = {
+        "folder": str(tmp_path),
+        "step": 3,
+        "steps": 40,
+        "broker": None,
+        "broker_error": f"the broker at {url} {UNKNOWN} a",
+    }
+    (line,) = missing_learner_lines(status)
+    file = os.path.relpath(tmp_path / "config.yaml")
+    command = f"`rlearner start {file} --broker {url}` continues the run with its broker"
+    if is_private:
+        command = f"`rlearner up {file}` continues the run where it stopped"
+    assert command in line
+    assert "rebase" not in line
+    with RunClaim(tmp_path, "a"):
+        assert missing_learner_lines(status) == [
+            "no learner is running yet: `rlearner up` starts it"
+        ]

@@ -6,9 +6,13 @@ from pathlib import Path
 import pytest
 from bare_checkpoints import write_bare_checkpoint
 
-from learner.run_folder import broker_address, note_broker, note_epoch, private_addresses
+from broker.contract import wire
+from broker.errors import UserError
+from broker.settings.run_address import broker_address, private_addresses
+from learner.run_folder import note_broker, note_epoch
 from rlearner.cli import main
-from rlearner.up.run_claim import RunClaim
+from rlearner.ops.live_learners import FORGOTTEN
+from rlearner.up.run_claim import RunClaim, refuse_other_broker
 
 DEAD = "nats://127.0.0.1:9"
 
@@ -62,6 +66,26 @@ def test_a_run_of_another_broker_that_does_not_answer(
         f"error: run a was last trained with the broker at {DEAD}, which does not answer (Connection refused): "
         f"continue with `rlearner start {folder} --broker {DEAD}` and start the other processes by hand; "
         "if it has lost its store, add --rebase, which counts the open tickets as dead\n"
+    )
+
+
+async def test_a_broker_that_does_not_know_the_run_may_be_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the learner finds out that a store is lost, so nothing else advises --rebase."""
+
+    async def answer(url: str, run: str) -> tuple[list[wire.Presence], str]:
+        return [], FORGOTTEN
+
+    monkeypatch.setattr("rlearner.up.run_claim.ask_broker", answer)
+    note_broker(tmp_path, DEAD)
+    note_epoch(tmp_path, 3, "")
+    with pytest.raises(UserError) as refusal:
+        await refuse_other_broker(tmp_path, "a")
+    assert str(refusal.value) == (
+        f"run a was last trained with the broker at {DEAD}, which no longer knows the run: "
+        f"continue with `rlearner start {tmp_path} --broker {DEAD}` and start the other processes "
+        "by hand"
     )
 
 
