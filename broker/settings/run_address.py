@@ -44,11 +44,11 @@ def current_address(folder: Path) -> str:
     return private[-1] if private else noted_address(folder)
 
 
-def is_held(folder: Path) -> bool:
-    """Return whether an ``rlearner up`` holds the folder."""
+def is_held(folder: Path, name: str = UP_LOCK) -> bool:
+    """Return whether a process holds this lock of the folder, by default an ``rlearner up``."""
     try:
-        if (folder / UP_LOCK).exists():
-            lock(folder / UP_LOCK, "held").close()
+        if (folder / name).exists():
+            lock(folder / name, "held").close()
     except UserError:
         return True
     return False

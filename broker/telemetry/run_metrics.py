@@ -355,22 +355,26 @@ SECTIONS: Final[dict[str, tuple[Metric, ...]]] = {
     "Training from data": (
         Metric("train/loss", "nats", OFFLINE,
                "Mean loss of a trained token, or of a pair of responses.", title="loss"),
-        Metric("train/grad_norm", "", OFFLINE, "Norm of the gradient before clipping."),
-        Metric("train/lr", "", OFFLINE, "Learning rate."),
+        Metric("train/grad_norm", "", OFFLINE, "Norm of the gradient before clipping.",
+               title="gradient norm"),
+        Metric("train/lr", "", OFFLINE, "Learning rate.", title="learning rate"),
         Metric("train/skipped", "updates", OFFLINE,
                "Whether the update was skipped as its gradient was not finite."),
         Metric("train/tokens", "tokens", OFFLINE, "Tokens that the model read."),
         Metric("train/trained_tokens", "tokens", OFFLINE, "Tokens that were trained."),
         Metric("eval/loss", "nats", OFFLINE, "Loss of the held-out rows.", title="held-out loss"),
-        Metric("eval/perplexity", "", OFFLINE, "Exponential of the loss of the held-out rows."),
+        Metric("eval/perplexity", "", OFFLINE, "Exponential of the loss of the held-out rows.",
+               title="held-out perplexity"),
         *(
             metric
-            for part, rows in (("train", "trained"), ("eval", "held-out"))
+            for part, rows, prefix in (("train", "trained", ""), ("eval", "held-out", "held-out "))
             for metric in (
                 Metric(f"{part}/accuracy", "share", OFFLINE,
-                       f"Share of the {rows} pairs in which the chosen response is ahead."),
+                       f"Share of the {rows} pairs in which the chosen response is ahead.",
+                       title=f"{prefix}accuracy"),
                 Metric(f"{part}/reward_margin", "nats", OFFLINE,
-                       f"Mean lead of the chosen response's implicit reward, {rows} pairs."),
+                       f"Mean lead of the chosen response's implicit reward, {rows} pairs.",
+                       title=f"{prefix}lead of the chosen response"),
                 Metric(f"{part}/chosen_reward", "nats", OFFLINE,
                        f"Mean implicit reward of the chosen responses, {rows} pairs."),
                 Metric(f"{part}/rejected_reward", "nats", OFFLINE,

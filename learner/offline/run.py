@@ -35,6 +35,7 @@ from learner.prepare import base_model, make_folder, run_folder, write_config
 from learner.reporting.metrics import MetricsFile, finite_values
 from learner.reporting.starts import note_start
 from learner.reporting.trackers import TrackerGroup
+from learner.run_folder import OFFLINE_LOCK
 from rlearner_text.config import ModelSection
 from rlearner_text.tokenizer import Tokenizer
 
@@ -79,7 +80,8 @@ def _lock_folder(folder: Path, run: str) -> IO[bytes]:
             f"another process trains run {run} in {folder}; wait for its end, or choose another "
             "run.name"
         )
-        return lock(folder / "lock", f"run.name: {problem}")
+        # A list of runs holds it for a moment.
+        return lock(folder / OFFLINE_LOCK, f"run.name: {problem}", wait_s=0.5)
     except OSError as error:
         raise UserError(f"{folder}: {error.strerror}") from None
 

@@ -95,6 +95,7 @@ def register(state: ConsoleState) -> None:
             trouble(f"ticket {ticket[:40]!r}: use a number", 404)
             return
         query = request.query_params
+        await run.settle()
         await group_page(
             state, run, int(ticket), query.get("colour", "logprob"), query.get("episode", "")
         )
@@ -104,6 +105,7 @@ def _register_page(state: ConsoleState, path: str, content: Content) -> None:
     @ui.page(f"/run/{{name}}{path}", title="rlearner", response_timeout=BUILD_S)
     async def page(name: str, request: Request) -> None:
         if (run := _find_run(state, name)) is not None:
+            await run.settle()
             await content(state, run, request)
 
 

@@ -68,12 +68,22 @@ class LiveRun:
     Args:
         broker_url: the broker's address, if the operator named one.
         spans: receives the metrics of every process.
+        has_broker: whether the run has one, unlike training from data.
     """
 
-    def __init__(self, run: str, folder: Path, broker_url: str | None, spans: LiveSpans) -> None:
+    def __init__(
+        self,
+        run: str,
+        folder: Path,
+        broker_url: str | None,
+        spans: LiveSpans,
+        *,
+        has_broker: bool = True,
+    ) -> None:
         self.run = run
         self.folder = folder
         self._broker_url = broker_url
+        self._has_broker = has_broker
         self._spans = spans
         self._is_kept = False
         self._looked_at = -LOOK_S
@@ -164,6 +174,8 @@ class LiveRun:
             UserError: if its broker does not answer or does not know it.
         """
         self._url = await self._address()
+        if not self._url:
+            raise UserError("no live data: this run has no broker")
         try:
             bus = await Bus.connect(
                 self._url, self.run, name=f"console-{os.getpid()}", deadline_s=CONNECT_S
@@ -194,6 +206,8 @@ class LiveRun:
             await bus.close()
 
     async def _address(self) -> str:
+        if not self._has_broker:
+            return ""
         return await asyncio.to_thread(broker_address, self._broker_url, self.folder)
 
     async def _has_moved(self) -> bool:

@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar, cast
 from broker.errors import UserError
 from learner.run_folder import RunPlace, find_run
 from rlearner.console.index.follower import RunFollower
+from rlearner.console.index.run_kinds import RunKind, run_kind
 from rlearner.console.index.runs import RunList
 from rlearner.console.live import LiveRun
 
@@ -24,6 +25,8 @@ T = TypeVar("T")
 NAME_BYTES: Final = 255  # of a folder
 # Without a page, after which a run's index is no longer followed.
 IDLE_S: Final = 120.0
+SETTLE_S: Final = 2.0  # for which a page waits for the index
+BUILDING: Final = ("building", "rebuilding")
 MAX_ANSWERS: Final = 32  # that are remembered of a run
 
 
@@ -45,10 +48,30 @@ class ConsoleRun:
         self.follower = RunFollower(self.folder, self._changed)
         self.queries = self.follower.queries
         self.follower.start()
-        self.live = LiveRun(place.name, place.folder, named_broker, self.follower.live)
+        self.live = LiveRun(
+            place.name,
+            place.folder,
+            named_broker,
+            self.follower.live,
+            has_broker=self.kind == "training",
+        )
         if is_kept:
             self.live.keep()
         self.used_at = self._loop.time()
+
+    @property
+    def kind(self) -> RunKind:
+        """What the folder holds."""
+        return run_kind(self.config, self.folder)
+
+    async def settle(self) -> None:
+        """Wait a moment until the index has read the folder, so that a page begins complete."""
+        deadline = self._loop.time() + SETTLE_S
+        while True:
+            is_building = self.follower.status().state in BUILDING
+            if not is_building or self._loop.time() > deadline:
+                return
+            await asyncio.sleep(0.02)
 
     @property
     def steps(self) -> int:

@@ -23,7 +23,7 @@ from broker.settings.run_address import UP_LOCK, current_address, is_held
 from broker.system.locks import lock
 from broker.system.visible_text import visible_json
 from learner.reporting.metrics import newest_line
-from learner.run_folder import STORE, previous_broker
+from learner.run_folder import OFFLINE_LOCK, STORE, previous_broker
 from rlearner.ops.live_learners import ask_broker
 
 FINISHED = "finished"
@@ -122,7 +122,7 @@ class RunFiles:
         """Return the state as in ``RunSummary``; ``problem``: of its broker. Reads the folder."""
         if not self.run or not self.steps:
             return UNREADABLE
-        if is_training:
+        if is_training or is_held(self.folder, OFFLINE_LOCK):
             return TRAINING
         if is_held(self.folder):
             return "starting"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ from broker.errors import RlearnerError
 from broker.nats.nats_errors import ApiError, Disconnected
 from learner.reporting.trackers import flatten_settings
 from rlearner.console.index.answers import RunRow, SettingDifference
+from rlearner.console.index.run_kinds import RESULT, algorithm_name, run_kind
 from rlearner.ops.listing import RunFiles, read_files, read_settings
 from rlearner.ops.live_learners import ask_broker_of_runs
 
@@ -25,6 +27,7 @@ LAST: Final = (
     "eval/success_rate",
     "staleness/max",
     "perf/tokens_per_s",
+    "train/loss",
 )
 LIST_S: Final = 3.0  # for which a list is shown again
 WAIT_S: Final = 0.2  # for brokers that were never asked
@@ -124,10 +127,9 @@ def _run_row(run: RunFiles, answer: tuple[bool, str] | None) -> RunRow:
         name: float(run.line[name]) for name in LAST if isinstance(run.line.get(name), int | float)
     }
     model = _section_of(run.config, "model").get("path") or "small model of its own"
-    algorithm = _section_of(run.config, "algorithm")
-    name = " with ".join(
-        str(algorithm[key]) for key in ("adv_estimator", "loss") if algorithm.get(key)
-    )
+    kind = run_kind(run.config, run.folder)
+    if kind == "evaluation":
+        last |= _result_figures(run.folder)
     is_training, problem = answer or (False, "")
     state = run.state(is_training=is_training, problem=problem)
     if run.url and run.run and answer is None:
@@ -142,8 +144,17 @@ def _run_row(run: RunFiles, answer: tuple[bool, str] | None) -> RunRow:
         last=last,
         domains=sorted(_section_of(run.config, "domains")),
         model=str(model),
-        algorithm=name,
+        algorithm=algorithm_name(run.config, kind),
     )
+
+
+def _result_figures(folder: Path) -> dict[str, float]:
+    """Return the success rate of an evaluation, empty if its result cannot be read."""
+    try:
+        result = json.loads((folder / RESULT).read_bytes())
+        return {"eval/success_rate": float(result["success_rate"])}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
 
 
 def _section_of(config: dict[str, Any], name: str) -> dict[str, Any]:

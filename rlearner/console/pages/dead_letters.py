@@ -39,7 +39,7 @@ async def dead_letters_page(state: ConsoleState, run: ConsoleRun) -> None:
         }
     except UserError as error:
         problem = " ".join(str(error).split())
-    with frame(state, "Dead letters", run.name, "dead-letters"):
+    with frame(state, "Dead letters", run, "dead-letters"):
         if problem:
             banner(problem, "bad")
         with tag("div", classes="head"):

@@ -45,7 +45,7 @@ async def fleet_page(state: ConsoleState, run: ConsoleRun, log_name: str) -> Non
     names = await asyncio.to_thread(log_files, run.folder)
     selected_log = log_name if log_name in names else next(iter(names), "")
     end = await asyncio.to_thread(tail, run.folder, selected_log)
-    with frame(state, "Fleet", run.name, "fleet") as banners:
+    with frame(state, "Fleet", run, "fleet") as banners:
         with tag("div", classes="head"):
             tag("h1", "Fleet")
             about = tag("span", _describe_view(live.view), "dim")

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 import sqlite3
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from typing import Any, Final, TypeVar
 from urllib.parse import quote
 
@@ -17,6 +17,7 @@ from broker.errors import RlearnerError
 from broker.nats.nats_errors import ApiError, Disconnected
 from rlearner.console.components import banner, tag
 from rlearner.console.index.database import DatabaseDamagedError, DatabaseUnavailableError
+from rlearner.console.index.run_kinds import RunKind
 from rlearner.console.state import ConsoleRun, ConsoleState
 
 log = logging.getLogger(__name__)
@@ -31,6 +32,12 @@ TABS: Final = (
     ("dead-letters", "Dead letters"),
     ("actions", "Actions"),
 )
+DATA_PAGES: Final = ("", "timeline")  # of training from data
+# The pages that have something to show, by kind of run.
+PAGES: Final[Mapping[RunKind, Collection[str]]] = {
+    "training": [path for path, _ in TABS],
+    "evaluation": ("", "fleet"),
+}
 SHORTCUTS: Final = (
     ("1", "runs"),
     ("2 … 7", "the tabs of a run, from the left"),
@@ -113,24 +120,26 @@ def link(*parts: object) -> str:
 
 @contextlib.contextmanager
 def frame(
-    state: ConsoleState, title: str, run: str = "", tab: str | None = None
+    state: ConsoleState, title: str, run: ConsoleRun | None = None, tab: str | None = None
 ) -> Iterator[Element]:
     """Build the header and the element of the content; yield the element of the banners."""
-    name = f"{title} · {run}" if run else title
+    name = f"{title} · {run.name}" if run else title
     ui.page_title(f"{name} · rlearner")
     tag("a", "Skip to the content", "skip", href="#main")
     with tag("header", classes="top"), tag("div", classes="bar"):
         tag("a", "rlearner", "brand", href="/", data_key="1", title="all runs (1)")
         if run:
-            tag("span", run, "runname", title=run)
+            tag("span", run.name, "runname", title=run.name)
             with tag("nav", classes="tabs", aria_label="pages of the run"):
-                for number, (path, text) in enumerate(TABS, start=2):
+                pages = PAGES.get(run.kind, DATA_PAGES)
+                tabs = [(path, text) for path, text in TABS if path in pages]
+                for number, (path, text) in enumerate(tabs, start=2):
                     if path != "actions" or state.actions:
                         attributes = {"aria_current": "page"} if path == tab else {}
                         tag(
                             "a",
                             text,
-                            href=link("run", run, path),
+                            href=link("run", run.name, path),
                             data_key=str(number),
                             **attributes,
                         )

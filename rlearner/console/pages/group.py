@@ -31,7 +31,7 @@ async def group_page(
         except UserError:
             way = None
     way = view.provenance if view is not None else way
-    with frame(state, f"Ticket {ticket}", run.name, "trajectories"):
+    with frame(state, f"Ticket {ticket}", run, "trajectories"):
         with tag("div", classes="head"):
             tag("h1", f"Ticket {ticket}")
             if way is not None:

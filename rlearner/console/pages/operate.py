@@ -52,7 +52,7 @@ REQUESTS: Final[tuple[tuple[Action, str, str], ...]] = (
 
 async def actions_page(state: ConsoleState, run: ConsoleRun) -> None:
     page = Page(state)
-    with frame(state, "Actions", run.name, "actions") as banners:
+    with frame(state, "Actions", run, "actions") as banners:
         with tag("div", classes="head"):
             tag("h1", "Actions")
             about = tag("span", "", "dim")

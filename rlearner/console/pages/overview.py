@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
 from nicegui import ui
+from nicegui.element import Element
 
+from broker.settings.run_address import is_held
 from broker.telemetry.names import find_metric
+from learner.run_folder import OFFLINE_LOCK
 from rlearner.advise.advice import advise
 from rlearner.advise.fit import NotFitted
 from rlearner.console.components import Chart, Grid, Stats, tag
 from rlearner.console.index.answers import EvaluationResult, Event, Series
+from rlearner.console.index.run_kinds import algorithm_name, is_offline
 from rlearner.console.live import BrokerView
+from rlearner.console.pages.curves import LAYOUTS, Curve, CurveBoard, round_values
+from rlearner.console.pages.evaluation import show_evaluation
 from rlearner.console.pages.frame import Page, ask, frame, index_banners
 from rlearner.console.state import ConsoleRun, ConsoleState
 from rlearner.ops.status import HISTORY
@@ -27,65 +33,30 @@ FIRST_LIMIT_S: Final = 1.0
 REFRESHED_S: Final = 1.5  # within which a page is up to date
 EVENTS_SHOWN: Final = 12
 MARKS: Final = 400
-CURVES: Final[tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...]] = (
-    (find_metric("reward/mean").heading, ("reward/mean", "reward/max", "reward/min"), {}),
-    (
-        find_metric("env/success_rate").heading,
-        ("env/success_rate", "env/valid_action_rate"),
-        {"low": 0, "high": 1},
-    ),
-    (find_metric("staleness/mean").heading, ("staleness/mean", "staleness/max"), {"low": 0}),
-    ("Idle share", ("trainer/idle_ratio", "rollouter/idle_ratio"), {"low": 0, "high": 1}),
-    (find_metric("perf/tokens_per_s").heading, ("perf/tokens_per_s",), {"low": 0}),
-    ("Seconds of a step", ("time/wait_for_batch", "time/train", "time/offer_weights"), {"low": 0}),
-    ("Loss and KL", ("actor/pg_loss", "actor/ppo_kl", "critic/vf_loss"), {}),
-    ("Entropy and gradient norm", ("actor/entropy", "actor/grad_norm"), {}),
-    (
-        find_metric("response_length/mean").heading,
-        ("response_length/mean", "response_length/max"),
-        {"low": 0},
-    ),
-)
-TILES: Final = (
-    "reward/mean",
-    "env/success_rate",
-    "staleness/max",
-    "trainer/idle_ratio",
-    "rollouter/idle_ratio",
-    "perf/tokens_per_s",
-    "actor/entropy",
-)
-LAST: Final = (*TILES, "eval/success_rate", "eval/step", "time/step")
-# First on their chart, which is shown before there are values.
-ALWAYS_SHOWN: Final = ("reward/mean", "env/success_rate")
+OTHERS: Final = ("eval/success_rate", "eval/step", "time/step")  # of the tiles, in all layouts
 SHARES: Final = ("trainer/idle_ratio", "rollouter/idle_ratio")
-
-
-@dataclass
-class Curve:
-    """A chart and the metrics on it."""
-
-    chart: Chart
-    names: tuple[str, ...]
 
 
 async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None:
     page = Page(state)
     queries = run.queries
+    layout = LAYOUTS[run.kind]
     extra_metrics = [name for name in more.split(",") if name][:12]
-    every = {name for _, names, _ in CURVES for name in names} | set(extra_metrics)
+    curves = (*(Curve(name, (name,)) for name in extra_metrics), *layout.curves)
+    every = layout.metrics | set(extra_metrics)
+    read_last = partial(queries.last_values, (*layout.tiles, *OTHERS))
     question = run.remember(
         f"overview {sorted(every)}",
         lambda: (
             queries.series(sorted(every), POINTS),
             queries.events(newest=MARKS),
             queries.evaluations(),
-            queries.last_values(LAST),
+            read_last(),
             queries.metric_names(),
         ),
     )
     lines_by_name, events, results, last, metrics = await ask(question) or ({}, [], [], {}, [])
-    with frame(state, "Overview", run.name, "") as banners:
+    with frame(state, "Overview", run, "") as banners:
         refresh_banners = index_banners(run, banners)
         with tag("div", classes="head"):
             tag("h1", run.name)
@@ -100,23 +71,20 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
                     "value": more,
                 }
                 tag("input", classes="in", name="metrics", data_search="", **search)
-            with tag("datalist", id="metrics"):
-                for name in metrics:
-                    tag("option", value=name, label=find_metric(name).meaning)
+            suggestions = tag("datalist", id="metrics")
+            _suggest_metrics(suggestions, metrics)
             tag("button", "Show", "btn", type="submit")
         marks = _event_marks(events)
-        curves: list[Curve] = []
-        with tag("div", classes="grid"):
-            for name in extra_metrics:
-                _add_curve(curves, name, (name,), bounds={}, lines=lines_by_name, marks=marks)
-            with tag("section", classes="panel"):
-                title = f"{find_metric('eval/success_rate').heading}, with 95 % intervals"
-                evaluation = Chart(title, _evaluation_series(results), marks, low=0, high=1)
-            for title, names, bounds in CURVES:
-                if any(name in lines_by_name for name in names) or names[0] in ALWAYS_SHOWN:
-                    _add_curve(
-                        curves, title, names, bounds=bounds, lines=lines_by_name, marks=marks
-                    )
+        evaluation: Chart | None = None
+        with tag("div", classes="grid") as container:
+            if layout.has_evaluations:
+                with tag("section", classes="panel"):
+                    title = f"{find_metric('eval/success_rate').heading}, with 95 % intervals"
+                    evaluation = Chart(title, _evaluation_series(results), marks, low=0, high=1)
+        always = (*extra_metrics, *layout.always)
+        board = CurveBoard(container, curves, always, lines=lines_by_name, marks=marks)
+        if run.kind == "evaluation":
+            await show_evaluation(run, results)
         with tag("section", classes="panel"):
             tag("h2", "Events")
             columns: list[dict[str, Any]] = [
@@ -126,9 +94,8 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
                 {"key": "text", "title": "what", "wrap": True},
             ]
             list_of_events = Grid("events", columns, _event_rows(events), empty="no events yet")
-        notes = run.follower.status().notes
-        for note in notes:
-            tag("p", note, "dim")
+        notes = tag("div")
+        _show_notes(notes, run)
 
     newest = _newest_step(lines_by_name)
     has_changed = False
@@ -141,17 +108,15 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         # the learner resumed from an earlier checkpoint
         goes_back = run.follower.status().steps < newest
         first = 0 if goes_back else newest + 1
-        answer = await ask(
-            lambda: (queries.series(sorted(every), POINTS, first), queries.last_values(LAST))
-        )
+        answer = await ask(lambda: (queries.series(sorted(every), POINTS, first), read_last()))
         fresh, last = answer or ({}, last)
-        if goes_back:
-            for curve in curves:
-                curve.chart.run_method("set", _metric_series(curve.names, fresh))
+        if goes_back or not set(fresh) <= board.names:
+            fresh = await ask(lambda: queries.series(sorted(every), POINTS)) or {}
+            board.show(fresh, _event_marks(events))
             newest = _newest_step(fresh)
             fresh = {}
         newest = max(newest, _newest_step(fresh))
-        points = {name: [line.steps, _round_values(line.values)] for name, line in fresh.items()}
+        points = {name: [line.steps, round_values(line.values)] for name, line in fresh.items()}
         stats.change(_stat_tiles(run, last, run.live.view), points or None)
         refreshed_at = clock()
 
@@ -161,23 +126,28 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
             stats.change(_stat_tiles(run, last, run.live.view))
 
     async def refresh_slowly() -> None:
-        nonlocal events, results, has_changed
+        nonlocal events, results, metrics, has_changed
         refresh_banners()
         if not has_changed:
             return
         has_changed = False
+        _show_notes(notes, run)
+        if (names := await ask(queries.metric_names)) is not None and names != metrics:
+            metrics = names
+            _suggest_metrics(suggestions, metrics)
         now = await ask(lambda: queries.events(newest=MARKS))
         if now is None or now == events:
             return
         if _evaluation_events(now) != _evaluation_events(events):
             results = await ask(queries.evaluations) or results
-            evaluation.run_method("set", _evaluation_series(results))
+            if evaluation is not None:
+                evaluation.run_method("set", _evaluation_series(results))
         events = now
         list_of_events.change(_event_rows(now))
-        evaluation.tell_all("marks", _event_marks(now))
+        board.mark(_event_marks(now))
 
     async def refresh_limit() -> None:
-        if not newest:
+        if newest <= 0 or run.kind != "training":
             return
         text = await ask(lambda: _find_bottleneck(queries.newest_rows(HISTORY), run.config))
         if text and limit._text != f"bottleneck: {text}":
@@ -192,44 +162,34 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
 
 
 def _format_subtitle(run: ConsoleRun) -> str:
-    domains = run.config.get("domains")
     model = (run.config.get("model") or {}).get("path") or "small model of its own"
+    if is_offline(run.kind):
+        file = (run.config.get("data") or {}).get("train", "")
+        return f"{algorithm_name(run.config, run.kind)} · {file} · {model}"
+    domains = run.config.get("domains")
     return f"{', '.join(sorted(domains)) if isinstance(domains, dict) else ''} · {model}"
 
 
-def _add_curve(
-    curves: list[Curve],
-    title: str,
-    names: tuple[str, ...],
-    bounds: dict[str, Any],
-    lines: dict[str, Series],
-    marks: list[dict[str, Any]],
-) -> None:
-    present_names = tuple(name for name in names if name in lines) or names[:1]
-    with tag("section", classes="panel"):
-        curves.append(
-            Curve(
-                Chart(title, _metric_series(present_names, lines), marks, **bounds), present_names
-            )
-        )
+def _suggest_metrics(suggestions: Element, names: list[str]) -> None:
+    suggestions.clear()
+    with suggestions:
+        for name in names:
+            tag("option", value=name, label=find_metric(name).meaning)
 
 
-def _metric_series(names: tuple[str, ...], lines: dict[str, Series]) -> list[dict[str, Any]]:
-    """Return curves as ``chart.js`` takes them."""
-    return [
-        {"name": name, "x": line.steps, "y": _round_values(line.values)}
-        if (line := lines.get(name))
-        else {"name": name, "x": [], "y": []}
-        for name in names
-    ]
+def _show_notes(notes: Element, run: ConsoleRun) -> None:
+    """Show what the index lacks; a run without a fleet has no records to lack."""
+    texts = run.follower.status().notes if run.kind == "training" else ()
+    if texts != tuple(child._text for child in notes.default_slot.children):
+        notes.clear()
+        with notes:
+            for text in texts:
+                tag("p", text, "dim")
 
 
 def _newest_step(lines: dict[str, Series]) -> int:
-    return max([0, *(line.steps[-1] for line in lines.values() if line.steps)])
-
-
-def _round_values(values: list[float]) -> list[float]:
-    return [float(f"{value:.6g}") for value in values]
+    """Return the newest step of these values, -1 if there are none."""
+    return max([-1, *(line.steps[-1] for line in lines.values() if line.steps)])
 
 
 def _stat_tiles(run: ConsoleRun, last: dict[str, float], live: BrokerView) -> list[dict[str, Any]]:
@@ -240,14 +200,11 @@ def _stat_tiles(run: ConsoleRun, last: dict[str, float], live: BrokerView) -> li
     phase = metrics.text.get("phase", "") if metrics is not None else ""
     stats: list[dict[str, Any]] = [
         {"key": "state", "label": "state", "value": state, "note": phase or note, "tone": tone},
-        {
-            "key": "step",
-            "label": "step",
-            "value": f"{step:,}",
-            "note": f"of {run.steps:,}{_time_left(run, step, last)}",
-        },
     ]
-    for name in TILES:
+    if run.kind != "evaluation":
+        note = f"of {run.steps:,}{_time_left(run, step, last)}"
+        stats.append({"key": "step", "label": "step", "value": f"{step:,}", "note": note})
+    for name in LAYOUTS[run.kind].tiles:
         value = last.get(name)
         text: Any = f"{value:.0%}" if value is not None and name in SHARES else value
         stats.append({"key": name, "label": find_metric(name).title, "value": text, "note": ""})
@@ -274,6 +231,10 @@ def _stat_tiles(run: ConsoleRun, last: dict[str, float], live: BrokerView) -> li
 
 
 def _run_state(run: ConsoleRun, step: int, live: BrokerView) -> tuple[str, str, str]:
+    if run.kind == "evaluation":
+        return "evaluated", "", "good"
+    if is_offline(run.kind) and is_held(run.folder, OFFLINE_LOCK):
+        return "training", "", "good"
     # Those that were there before the broker went.
     if live.problem and live.processes:
         return "broker away", live.problem, "warn"
@@ -283,7 +244,8 @@ def _run_state(run: ConsoleRun, step: int, live: BrokerView) -> tuple[str, str, 
         return "training", "", "good"
     if run.steps and step >= run.steps:
         return "finished", "", "good"
-    return "not running", live.problem or "no learner is running", "dim"
+    note = "" if is_offline(run.kind) else live.problem or "no learner is running"
+    return "not running", note, "dim"
 
 
 def _time_left(run: ConsoleRun, step: int, last: dict[str, float]) -> str:

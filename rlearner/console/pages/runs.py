@@ -23,6 +23,7 @@ from rlearner.console.state import ConsoleState
 from rlearner.ops.listing import format_age
 
 METRIC: Final = "reward/mean"
+LOSS: Final = "train/loss"
 MAX_COMPARED: Final = 8
 POINTS: Final = 800
 REFRESH_S: Final = 5.0
@@ -42,6 +43,7 @@ COLUMNS: Final[list[dict[str, Any]]] = [
     {"key": "reward", "title": find_metric("reward/mean").title, "n": True},
     {"key": "success", "title": find_metric("env/success_rate").title, "n": True},
     {"key": "eval", "title": find_metric("eval/success_rate").title, "n": True},
+    {"key": "loss", "title": find_metric("train/loss").title, "n": True},
     {"key": "speed", "title": find_metric("perf/tokens_per_s").title, "n": True},
     {"key": "algorithm", "title": "algorithm"},
     {"key": "domains", "title": "domains"},
@@ -54,7 +56,7 @@ async def runs_page(state: ConsoleState, compare: str, metric: str) -> None:
     rows = await state.list.rows()
     names = {row.name for row in rows}
     compared = [name for name in compare.split(",") if name in names][:MAX_COMPARED]
-    metric = metric or METRIC
+    metric = metric or _default_metric([row for row in rows if row.name in compared])
     with frame(state, "Runs"):
         with tag("div", classes="head"):
             tag("h1", "Runs")
@@ -97,6 +99,11 @@ async def runs_page(state: ConsoleState, compare: str, metric: str) -> None:
     page.until_gone(timer.cancel)
 
 
+def _default_metric(rows: list[RunRow]) -> str:
+    """Return the loss if all of these runs train from data, else the reward."""
+    return LOSS if rows and all(LOSS in row.last for row in rows) else METRIC
+
+
 def _page_address(names: list[str], metric: str) -> str:
     return "/?" + urlencode({"compare": ",".join(names), "metric": metric}) if names else "/"
 
@@ -117,6 +124,7 @@ def _run_rows(rows: list[RunRow], compared: list[str]) -> list[dict[str, Any]]:
             "reward": row.last.get("reward/mean"),
             "success": row.last.get("env/success_rate"),
             "eval": row.last.get("eval/success_rate"),
+            "loss": row.last.get("train/loss"),
             "speed": row.last.get("perf/tokens_per_s"),
             "algorithm": row.algorithm,
             "domains": ", ".join(row.domains),
@@ -138,6 +146,7 @@ async def _show_comparison(state: ConsoleState, names_compared: list[str], metri
         except UserError:
             continue
         folders.append(run.folder)
+        await run.settle()
         series_by_name = await ask(partial(run.queries.series, [metric], POINTS)) or {}
         names |= set(await ask(run.queries.metric_names) or [])
         if (line := series_by_name.get(metric)) is not None:

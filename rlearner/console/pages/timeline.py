@@ -28,7 +28,7 @@ async def timeline_page(state: ConsoleState, run: ConsoleRun, step: str) -> None
     view = await ask(lambda: step_range(run, step)) if step else None
     view_range = view or (start, max(end, start + 1.0))
     data = await _timeline_data(run, *view_range, PIXELS)
-    with frame(state, "Timeline", run.name, "timeline") as banners:
+    with frame(state, "Timeline", run, "timeline") as banners:
         refresh_banners = index_banners(run, banners)
         with tag("div", classes="head"):
             tag("h1", "Timeline")

@@ -64,7 +64,7 @@ async def trajectories_page(state: ConsoleState, run: ConsoleRun, query: dict[st
             ) or (page, domains)
         except UserError as error:
             problem = " ".join(str(error).split())
-    with frame(state, "Trajectories", run.name, "trajectories") as banners:
+    with frame(state, "Trajectories", run, "trajectories") as banners:
         index_banners(run, banners)
         if problem:
             banner(problem, "bad")
@@ -83,6 +83,8 @@ async def trajectories_page(state: ConsoleState, run: ConsoleRun, query: dict[st
 
 
 def _why_none(run: ConsoleRun) -> str:
+    if run.kind != "training":
+        return "this run has none"
     samples = run.config.get("samples")
     is_keeping = isinstance(samples, dict) and samples.get("keep")
     return "none yet" if is_keeping else "this run keeps none: set samples.keep=true"

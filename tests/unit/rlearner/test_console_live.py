@@ -40,6 +40,7 @@ def test_a_learner_is_not_said_to_train_once_its_broker_is_gone(tmp_path: Path) 
     live = LiveRun("run", tmp_path, None, LiveSpans())
     run = ConsoleRun.__new__(ConsoleRun)
     run.config = {"train": {"steps": 9}}
+    run.folder = tmp_path
     live.view.problem = ""
     live.view.processes = [
         wire.Presence(role="learner", id="learner", pid=1, host="here", state="serving")
