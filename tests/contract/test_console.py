@@ -9,6 +9,7 @@ import socket
 import stat
 import sys
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -33,6 +34,7 @@ async def console(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[kit
     password.chmod(0o600)
     await kit.hostile_run(root)
     await kit.hostile_run(root, "other", train={"steps": 9, "lr": 0.5})
+    kit.write_other_kinds(root)
     (root / "damaged").mkdir()
     (root / "damaged" / "config.yaml").write_text("run: [")
     async with kit.console(root, cache, "--password-file", str(password)) as found:
@@ -43,6 +45,11 @@ async def page(console: kit.Console, path: str, status: int = 200) -> str:
     async with console.client() as client, client.get(path) as answer:
         assert answer.status == status
         return await answer.text()
+
+
+async def holds_index(console: kit.Console, run: str) -> bool:
+    """Return whether the index of a run is complete, by what a page says above its content."""
+    return "being built" not in await page(console, f"/run/{run}/timeline")
 
 
 async def indexed(console: kit.Console, *runs: str) -> None:
@@ -193,6 +200,59 @@ async def test_markup_of_a_run_stays_text_on_every_page(console: kit.Console) ->
         for one in kit.texts(await page(console, "/run/hostile/fleet?log=learner.log"))
     )
     assert "\\x1b[31mred" in "".join(kit.texts(await page(console, "/run/hostile/fleet")))
+
+
+@pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.parametrize("kind", kit.KINDS)
+async def test_first_visit_shows_what_the_second_does(console: kit.Console, kind: str) -> None:
+    first = await page(console, f"/run/{kind}")
+    await until(partial(holds_index, console, kind))
+    second = await page(console, f"/run/{kind}")
+    charts = [
+        [chart["title"] for chart in kit.component(text, "chart")] for text in (first, second)
+    ]
+    assert charts[0] == charts[1]
+    assert len(charts[0]) == kit.KINDS[kind]
+    tiles = [
+        {
+            tile["key"]
+            for tile in kit.component(text, "stats")[0]["stats"]
+            if tile["value"] is not None
+        }
+        for text in (first, second)
+    ]
+    assert tiles[0] == tiles[1] >= {"state"}
+    assert [grid["label"] for grid in kit.component(first, "grid")] == [
+        *(["result", "tasks"] if kind == "evaluation" else []),
+        "events",
+    ]
+    assert not any(text.startswith("no trajectories") for text in kit.texts(first))
+
+
+@pytest.mark.asyncio(loop_scope="module")
+async def test_pages_of_an_evaluation_and_of_offline_training(console: kit.Console) -> None:
+    rows = {row["name"]: row for row in kit.component(await page(console, "/"), "grid")[0]["rows"]}
+    assert [rows[kind]["algorithm"] for kind in kit.KINDS] == [
+        "grpo with gspo",
+        "sft",
+        "dpo with ipo",
+        "",
+    ]
+    assert (rows["evaluation"]["state"], rows["evaluation"]["eval"]) == ("evaluation", 0.5)
+    assert rows["sft"]["loss"] == 1.25
+    text = await page(console, "/run/evaluation")
+    result, tasks, _ = kit.component(text, "grid")
+    assert (result["rows"][0]["success_rate"], result["rows"][0]["pass@2"]) == (0.5, 0.75)
+    assert [(row["task"], row["solved"], row["prompt"]) for row in tasks["rows"]] == [
+        (7, "1/2", "go left")
+    ]
+    tabs = [one["text"] for one in kit.elements(text) if "data-key" in one.get("props", {})]
+    assert tabs == ["rlearner", "Overview", "Fleet"]
+    compared = await page(console, "/?compare=sft,dpo")
+    assert [line["name"] for line in kit.component(compared, "chart")[0]["series"]] == [
+        "sft",
+        "dpo",
+    ]
 
 
 @pytest.mark.asyncio(loop_scope="module")

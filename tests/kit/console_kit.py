@@ -22,6 +22,7 @@ from waits import LONG_S
 
 from bench.support.localhost_names import local_connector
 from broker.contract import wire
+from rlearner.console.index.run_kinds import RunKind
 
 ROOT = Path(__file__).parents[2]
 MARKUP = '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">'
@@ -56,6 +57,42 @@ async def hostile_run(root: Path, name: str = "hostile", **settings: Any) -> Pat
     (folder / "logs").mkdir()
     (folder / "logs" / "learner.log").write_text(f"INFO {MARKUP}\n\x1b[31mred\n")
     return folder
+
+
+# Kinds of runs, and the charts of their overview.
+KINDS = {"training": 10, "sft": 7, "dpo": 9, "evaluation": 0}
+
+
+def write_other_kinds(root: Path) -> None:
+    """Write finished runs of each kind, without their models and records."""
+    from rlearner.console.pages.curves import LAYOUTS  # which needs nicegui
+
+    data = {"train": "rows.jsonl"}
+    algorithm = {"adv_estimator": "grpo", "pg_variant": "gspo", "correction": "none"}
+    sections: dict[RunKind, dict[str, Any]] = {
+        "training": {"domains": {"lake": {}}, "algorithm": algorithm},
+        "sft": {"data": data},
+        "dpo": {"data": data, "dpo": {"loss": "ipo"}},
+        "evaluation": {"domains": {"lake": {}}, "algorithm": algorithm},
+    }
+    for kind, settings in sections.items():
+        folder = root / kind
+        folder.mkdir()
+        config = {"run": {"name": kind}, "train": {"steps": 3}} | settings
+        (folder / "config.yaml").write_text(yaml.safe_dump(config))
+        if kind != "evaluation":
+            figures = dict.fromkeys(sorted(LAYOUTS[kind].metrics), 1.25)
+            lines = [{"step": step, "time": float(step)} | figures for step in range(4)]
+            text = "".join(f"{json.dumps(line)}\n" for line in lines)
+            (folder / "metrics.jsonl").write_text(text)
+    evaluation = root / "evaluation"
+    rates = {"success_rate": 0.5, "success_interval": [0.1, 0.9], "reward_mean": 0.5}
+    rates |= {"tasks": 1, "episodes": 2, "pass@2": 0.75}
+    (evaluation / "result.json").write_text(json.dumps(rates | {"domains": {"lake": rates}}))
+    task = {"domain": "lake", "task_index": 7, "success": [True, False], "reward": [1.0, 0.0]}
+    task |= {"prompt": "go left", "frames": [], "text": "", "response": ""}
+    (evaluation / "evals").mkdir()
+    (evaluation / "evals" / "actor-step-000000.jsonl").write_text(f"{json.dumps(task)}\n")
 
 
 class Console:

@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from broker.telemetry.declarations import MetricDeclaration
 from broker.telemetry.names import UNDECLARED, find_metric
-from rlearner.console.pages.overview import ALWAYS_SHOWN, CURVES, SHARES, TILES
+from broker.telemetry.run_metrics import RUN_METRICS
+from rlearner.console.index.run_kinds import RunKind, algorithm_name, run_kind
+from rlearner.console.pages.curves import LAYOUTS
+from rlearner.console.pages.overview import SHARES
+
+OFFLINE: tuple[RunKind, ...] = ("sft", "dpo", "distill")
 
 
-@pytest.mark.parametrize(
-    "name", sorted({*TILES, *(name for _, names, _ in CURVES for name in names)})
-)
-def test_shown_metric_is_declared(name: str) -> None:
-    assert find_metric(name).meaning != UNDECLARED
+def metrics_of(kind: RunKind) -> set[str]:
+    return {*LAYOUTS[kind].tiles, *LAYOUTS[kind].metrics}
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_shown_metric_is_declared(kind: RunKind) -> None:
+    for name in metrics_of(kind):
+        assert find_metric(name).meaning != UNDECLARED, name
+    assert all(find_metric(name).title for name in LAYOUTS[kind].tiles)
+    assert all(curve.title for curve in LAYOUTS[kind].curves)
 
 
 def test_titles_are_those_of_the_declarations() -> None:
-    assert [title for title, _, _ in CURVES] == [
+    assert [curve.title for curve in LAYOUTS["training"].curves] == [
         "Reward",
         "Success rate",
         "Staleness in versions",
@@ -27,7 +41,7 @@ def test_titles_are_those_of_the_declarations() -> None:
         "Entropy and gradient norm",
         "Response length in tokens",
     ]
-    assert [find_metric(name).title for name in TILES] == [
+    assert [find_metric(name).title for name in LAYOUTS["training"].tiles] == [
         "reward",
         "success rate",
         "largest staleness",
@@ -38,11 +52,51 @@ def test_titles_are_those_of_the_declarations() -> None:
     ]
 
 
-def test_shares_end_at_one() -> None:
-    shares = {
-        title: bounds for title, names, bounds in CURVES if find_metric(names[0]).unit == "share"
-    }
-    assert set(shares) == {"Success rate", "Idle share"}
-    assert all(bounds == {"low": 0, "high": 1} for bounds in shares.values())
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_shares_end_at_one(kind: RunKind) -> None:
+    shares = [
+        curve for curve in LAYOUTS[kind].curves if find_metric(curve.names[0]).unit == "share"
+    ]
+    assert all(curve.bounds == {"low": 0, "high": 1} for curve in shares)
     assert all(find_metric(name).unit == "share" for name in SHARES)
-    assert set(ALWAYS_SHOWN) <= {names[0] for _, names, _ in CURVES}
+    assert set(LAYOUTS[kind].always) <= {curve.names[0] for curve in LAYOUTS[kind].curves}
+
+
+def test_every_metric_of_offline_training_has_a_chart() -> None:
+    shown = {name for kind in OFFLINE for name in metrics_of(kind)}
+
+    def is_offline(metric: MetricDeclaration) -> bool:
+        return metric.sources == ("offline",) and metric.name != "train/skipped"
+
+    assert {metric.name for metric in RUN_METRICS if is_offline(metric)} <= shown
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "name"),
+    [
+        ({"domains": {}, "algorithm": {"adv_estimator": "grpo", "pg_variant": "gspo"}},
+         "training", "grpo with gspo"),
+        ({"domains": {}, "algorithm": {"adv_estimator": "rloo", "pg_variant": "ppo", "correction": "tis"}},
+         "training", "rloo with ppo with tis"),
+        ({"domains": {}, "algorithm": {"adv_estimator": "gae", "pg_variant": "ppo", "correction": "none"}},
+         "training", "gae with ppo"),
+        ({"data": {"train": "a.jsonl"}}, "sft", "sft"),
+        ({"data": {"train": "a.jsonl"}, "dpo": {"loss": "dpo"}}, "dpo", "dpo"),
+        ({"data": {"train": "a.jsonl"}, "dpo": {"loss": "ipo"}}, "dpo", "dpo with ipo"),
+        ({"data": {"train": "a.jsonl"}, "distill": {"kl": "reverse"}}, "distill",
+         "distill with reverse KL"),
+        ({}, "training", ""),
+    ],
+)  # fmt: skip
+def test_kind_and_algorithm_of_a_run(
+    tmp_path: Path, config: dict[str, Any], kind: RunKind, name: str
+) -> None:
+    assert run_kind(config, tmp_path) == kind
+    assert algorithm_name(config, kind) == name
+
+
+def test_an_evaluation_has_no_algorithm(tmp_path: Path) -> None:
+    config = {"domains": {}, "algorithm": {"adv_estimator": "grpo"}}
+    (tmp_path / "result.json").touch()
+    assert run_kind(config, tmp_path) == "evaluation"
+    assert algorithm_name(config, "evaluation") == ""

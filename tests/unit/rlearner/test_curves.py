@@ -1,0 +1,99 @@
+"""Charts of an overview appear with their values, in the order of a later visit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("nicegui")
+
+from nicegui import Client
+from nicegui.element import Element
+from nicegui.page import page
+
+from rlearner.console.components import tag
+from rlearner.console.index.answers import Series
+from rlearner.console.pages.curves import LAYOUTS, CurveBoard
+from rlearner.console.pages.evaluation import result_table
+
+
+@contextmanager
+def open_page() -> Iterator[Element]:
+    """An element of a page that has a first chart already."""
+    with Client(page("/board"), request=None), tag("div") as container:
+        tag("section")
+        yield container
+
+
+def lines_of(names: Iterable[str]) -> dict[str, Series]:
+    return {name: Series(name, [1], [0.0], [1.0], 1) for name in names}
+
+
+def make_board(container: Element, names: Iterable[str]) -> CurveBoard:
+    layout = LAYOUTS["training"]
+    return CurveBoard(container, layout.curves, layout.always, lines=lines_of(names), marks=[])
+
+
+def titles(container: Element) -> list[str]:
+    panels = container.default_slot.children[1:]
+    return [panel.default_slot.children[0]._props["title"] for panel in panels]
+
+
+async def test_charts_appear_with_their_first_values() -> None:
+    with open_page() as container:
+        board = make_board(container, [])
+        assert titles(container) == ["Reward", "Success rate"]
+        board.show(lines_of(["actor/entropy", "staleness/max"]), [])
+        assert titles(container) == [
+            "Reward",
+            "Success rate",
+            "Staleness in versions",
+            "Entropy and gradient norm",
+        ]
+        board.show(lines_of(LAYOUTS["training"].metrics), [])
+        assert titles(container) == [curve.title for curve in LAYOUTS["training"].curves]
+        assert board.names == LAYOUTS["training"].metrics
+
+
+async def test_lines_appear_on_a_chart_that_is_there() -> None:
+    with open_page() as container:
+        board = make_board(container, ["reward/mean"])
+        assert board.names == {"reward/mean", "env/success_rate"}
+        board.show(lines_of(["reward/mean", "reward/max"]), [])
+    assert board.names == {"reward/mean", "reward/max", "env/success_rate"}
+
+
+def test_rates_of_an_evaluation_by_domain() -> None:
+    values = {
+        "success_rate": 0.5,
+        "success_interval": [0.4, 0.6],
+        "reward_mean": 0.25,
+        "tasks": 8,
+        "episodes": 16,
+        "pass@2": 0.75,
+    }
+    columns, rows = result_table({**values, "domains": {"lake": values, "sea": values}})
+    assert [column["title"] for column in columns] == [
+        "domain",
+        "success",
+        "95 % interval",
+        "pass@2",
+        "reward",
+        "tasks",
+        "episodes",
+    ]
+    assert [row["part"] for row in rows] == ["all", "lake", "sea"]
+    assert rows[0] == {
+        "key": "all",
+        "part": "all",
+        "success_rate": 0.5,
+        "interval": "0.400 – 0.600",
+        "pass@2": 0.75,
+        "reward_mean": 0.25,
+        "tasks": 8,
+        "episodes": 16,
+    }
+    assert len(result_table({**values, "domains": {"lake": values}})[1]) == 1
+    assert result_table({})[1] == []
