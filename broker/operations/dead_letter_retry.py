@@ -7,7 +7,7 @@ numbers, which are sequences of their streams, do not change.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any, Final
 
 from broker.contract import codec, wire
@@ -15,6 +15,7 @@ from broker.contract.streams import RERUNS
 from broker.errors import RequestFailed, UserError, WireError
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import send_request
+from broker.nats.addresses import without_logins
 from broker.runtime.presence import census
 
 SHOWN_CHARS: Final = 200
@@ -87,7 +88,8 @@ async def _ask(
         if member.role == role and serves in member.serves and member.state == "serving"
     ]
     if not candidates:
-        raise UserError(f"run {bus.run} has no {role} that serves {served_kind} {serves!r} now")
+        problem = f"run {bus.run} has no {role} that serves {served_kind} {serves!r} now"
+        raise UserError(f"{problem}: {_missing_process(bus, role, serves, members)}")
     target = min(
         candidates, key=lambda member: (member.id == last_resort, member.running, member.id)
     )
@@ -99,6 +101,19 @@ async def _ask(
         raise UserError(f"{target.id} did not answer: {error}") from None
     assert isinstance(answer, (wire.Group, wire.Closed))
     return answer
+
+
+def _missing_process(bus: Bus, role: str, serves: str, members: Sequence[wire.Presence]) -> str:
+    """Return what processes of a role serve now, and the command that starts the missing one."""
+    present = [
+        f"{member.id} ({member.state}) serves {', '.join(member.serves) or 'none'}"
+        for member in members
+        if member.role == role
+    ]
+    option = "--domains" if role == "envhub" else "--pools"
+    url = without_logins(bus.link.url)
+    command = f"`{role} --run {bus.run} --broker {url} {option} {serves}`"
+    return f"{'; '.join(present) or 'none is running'}; {command} starts one"
 
 
 def as_plain(outcome: Outcome) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import sys
 from base64 import b64encode
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Any
 
 import msgspec
 
@@ -17,11 +17,9 @@ from broker.contract import codec, wire
 from broker.contract.streams import DEAD
 from broker.errors import UserError, WireError
 from broker.jetstream.bus import Bus, LogRecord
-from broker.operations import dead_letter_retry
+from broker.operations import dead_letter_retry, letter_text
 from broker.operations.runs import choose_run
 from broker.system.visible_text import visible, visible_json
-
-SHOWN_BYTES: Final = 512
 
 
 async def stored_letters(bus: Bus, newest: int | None = None) -> AsyncGenerator[LogRecord, None]:
@@ -100,7 +98,7 @@ async def show_letter(bus: Bus, options: argparse.Namespace) -> None:
     if options.json:
         print(visible_json(_summary(record) | _contents(record)))
     else:
-        _show(record, raw=options.raw)
+        await _show(bus, record, raw=options.raw)
 
 
 async def retry_letter(bus: Bus, options: argparse.Namespace) -> None:
@@ -149,7 +147,7 @@ def _contents(record: LogRecord) -> dict[str, Any]:
     return {"type": type(message).__name__, "message": msgspec.to_builtins(message)}
 
 
-def _show(record: LogRecord, *, raw: bool) -> None:
+async def _show(bus: Bus, record: LogRecord, *, raw: bool) -> None:
     letter = record.message
     data = letter.data if isinstance(letter, wire.DeadLetter) else record.data
     if raw:
@@ -160,18 +158,12 @@ def _show(record: LogRecord, *, raw: bool) -> None:
         for name in ("stream", "sequence", "ticket", "by", "reason"):
             print(visible(f"{name:9} {getattr(letter, name)}"))
     print(f"{'data':9} {len(data)} bytes")
-    print(described_data(data))
-
-
-def described_data(data: bytes | bytearray) -> str:
-    """Return the beginning of a dead letter's content on one line, decoded as far as possible."""
-    try:
-        return visible(str(codec.decode(data, *wire.MESSAGES))[:SHOWN_BYTES])
-    except WireError:
-        try:
-            return visible(repr(msgspec.msgpack.decode(data))[:SHOWN_BYTES])
-        except (msgspec.DecodeError, ValueError):
-            return repr(data[:SHOWN_BYTES])
+    decode: letter_text.Decoder = letter_text.as_numbers
+    if letter_text.has_tokens(data):
+        decode, note = await letter_text.find_decoder(bus)
+        if note:
+            print(visible(f"{'tokens':9} {note}"))
+    print("\n".join(letter_text.content_lines(data, decode)))
 
 
 async def purge_letters(bus: Bus, options: argparse.Namespace) -> None:

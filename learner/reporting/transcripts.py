@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from broker.contract import wire
 from broker.errors import ConfigError
+from broker.settings.run_settings import RunSettings
 from broker.settings.schema.model import ModelSection
 from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
+
+NUMBERS: Final = "tokens are shown by their numbers"
 
 
 def load_tokenizer(model: ModelSection, folder: Path) -> tuple[Tokenizer | None, str]:
@@ -29,7 +32,7 @@ def load_tokenizer(model: ModelSection, folder: Path) -> tuple[Tokenizer | None,
             raise ConfigError("model.path", None, f"there is no {folder / 'model'} either")
         return Tokenizer.of_run(path, model), str(path)
     except ConfigError as error:
-        return None, f"none, so tokens are shown by their numbers: {error}"
+        return None, f"none, so {NUMBERS}: {error}"
 
 
 def decode_tokens(ids: Iterable[Any], tokenizer: Tokenizer | None) -> str:
@@ -37,6 +40,23 @@ def decode_tokens(ids: Iterable[Any], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None:
         return " ".join(str(int(number)) for number in ids)
     return tokenizer.decode([int(number) for number in ids], skip_special_tokens=False)
+
+
+def run_decoder(
+    config: Mapping[str, Any], model_path: str
+) -> tuple[Callable[[Iterable[Any]], str], str]:
+    """Return what turns a run's tokens into text, and a note if it can only show numbers.
+
+    Args:
+        config: of the run.
+        model_path: folder or hub name of its first weights and tokenizer.
+    """
+    model = RunSettings.of_config({"model": config.get("model")}).model
+    try:
+        tokenizer = Tokenizer.of_run(model_path, model)
+    except ConfigError as error:
+        return partial(decode_tokens, tokenizer=None), f"{NUMBERS}: {error}"
+    return partial(decode_tokens, tokenizer=tokenizer), ""
 
 
 @dataclass(frozen=True)

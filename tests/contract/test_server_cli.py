@@ -226,15 +226,23 @@ async def test_dead_letters_are_listed_shown_and_purged(
     ]
     shown = await dead("show", "1")
     assert "reason    Group: unknown field `x`" in shown
-    assert shown.endswith("{'x': 1}\n")
-    assert (await dead("show", "2")).endswith("b'\\xc1\\x00'\n")
-    assert "Ticket(number=417, domain='lake'" in await dead("show", "3")
+    assert shown.endswith('{"x": 1}\n')
+    assert (await dead("show", "2")).endswith("bytes: c1 00\n")
+    assert "message   Ticket\nnumber    417\ndomain    lake\n" in await dead("show", "3")
+    group = codec.encode(EXAMPLES[wire.Group])
+    await run.dead_letter(EPISODES, seq=2, ticket=417, reason="hub died", data=group)
+    shown = await dead("show", "4")
+    assert "\ntokens    tokens are shown by their numbers: " in shown
+    assert "  prompt\n    | Reach the goal.\n" in shown
+    assert "  answer 1, " in shown
+    assert "Column" not in shown
     await cli.operate(cli.parser().parse_args(["dead", "show", "1", "--raw"]))
     assert capfdbinary.readouterr().out == b"\x81\xa1x\x01"
     with pytest.raises(UserError, match="no dead letter 8 in run"):
         await dead("show", "8")
     listed = json.loads(await dead("list", "--json"))
-    assert (listed["run"], [one["number"] for one in listed["letters"]]) == (run.run, [1, 2, 3])
+    numbers = [one["number"] for one in listed["letters"]]
+    assert (listed["run"], numbers) == (run.run, [1, 2, 3, 4])
     second = {
         "number": 2,
         "stream": "episodes",
@@ -252,8 +260,8 @@ async def test_dead_letters_are_listed_shown_and_purged(
         "lake",
     )
     assert await dead("purge", "--through", "1") == f"1 dead letters deleted from run {run.run}\n"
-    assert [line[0] for line in (await dead("list")).splitlines()] == ["2", "3"]
-    assert json.loads(await dead("purge", "--json")) == {"run": run.run, "deleted": 2}
+    assert [line[0] for line in (await dead("list")).splitlines()] == ["2", "3", "4"]
+    assert json.loads(await dead("purge", "--json")) == {"run": run.run, "deleted": 3}
     assert await dead("list") == ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ from nicegui.events import GenericEventArguments
 from broker.contract import wire
 from broker.errors import UserError
 from broker.jetstream.bus import LogRecord
-from broker.operations.dead_letters import described_data
+from broker.operations.letter_text import as_numbers, content_lines, find_decoder, has_tokens
 from broker.system.visible_text import visible
 from rlearner.console import actions
 from rlearner.console.components import Grid, banner, tag
@@ -54,12 +55,13 @@ async def dead_letters_page(state: ConsoleState, run: ConsoleRun) -> None:
                 purged = tag("div", classes="mono", aria_live="polite")
                 button = tag("button", "Delete…", "btn danger")
 
-    def look(event: GenericEventArguments) -> None:
+    async def look(event: GenericEventArguments) -> None:
         record = records.get(int(event.args["key"]))
         if record is not None:
+            content = await _content_of(run, record)
             detail.clear()
             with detail:
-                _letter_detail(page, state, run, record)
+                _letter_detail(page, state, run, record, content)
 
     async def again() -> None:
         records.clear()
@@ -125,7 +127,23 @@ def _letter_rows(records: dict[int, LogRecord]) -> list[dict[str, Any]]:
     return rows
 
 
-def _letter_detail(page: Page, state: ConsoleState, run: ConsoleRun, record: LogRecord) -> None:
+async def _content_of(run: ConsoleRun, record: LogRecord) -> str:
+    """Return the content of a dead letter as text."""
+    letter = record.message
+    data = letter.data if isinstance(letter, wire.DeadLetter) else record.data
+    if not has_tokens(data):
+        return "\n".join(content_lines(data))
+    try:
+        decode, note = await find_decoder(await run.live.connected())
+    except UserError as error:
+        decode, note = as_numbers, f"tokens are shown by their numbers: {error}"
+    lines = await asyncio.to_thread(content_lines, data, decode)
+    return "\n".join([note, *lines] if note else lines)
+
+
+def _letter_detail(
+    page: Page, state: ConsoleState, run: ConsoleRun, record: LogRecord, content: str
+) -> None:
     letter = record.message
     with tag("div", classes="panel"):
         tag("h2", f"Dead letter {record.seq}")
@@ -137,8 +155,8 @@ def _letter_detail(page: Page, state: ConsoleState, run: ConsoleRun, record: Log
                 tabindex="0",
                 aria_label="reason and traceback",
             )
-            tag("p", f"{len(letter.data)} bytes, begin of what they hold:", "dim")
-            tag("pre", described_data(letter.data), "log", tabindex="0", aria_label="content")
+            tag("p", f"{len(letter.data)} bytes:", "dim")
+            tag("pre", content, "log", tabindex="0", aria_label="content")
         else:
             tag("pre", visible(record.error), "log")
         if not state.actions:
