@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import cast
 
 import msgspec
-import run_folder_kit as kit
 from envhub_kit import write_tokenizer
+from test_show import two_turns
 
 from broker.contract import codec, wire
 from broker.contract.examples import EXAMPLES
@@ -21,21 +21,10 @@ from rlearner_text.tokenizer import Tokenizer
 
 
 def make_group(tokenizer: Tokenizer) -> wire.Group:
-    """Return a group of one episode: prompt, answer, what the environment said, answer."""
-    texts = ["go", "Left", "next", "R"]
-    pieces = [tokenizer.encode(text) for text in texts]
-    ends = [sum(map(len, pieces[: index + 1])) for index in range(len(pieces))]
-    ids = [token for piece in pieces for token in piece]
-    whole = kit.trajectory(0, 0.5, [3, 3])
-    turns = [
-        msgspec.structs.replace(whole.turns[0], start=ends[0], end=ends[1]),
-        msgspec.structs.replace(whole.turns[0], start=ends[2], end=ends[3]),
-    ]
-    trajectory = msgspec.structs.replace(
-        whole, token_ids=wire.column(ids, "<i4"), turns=turns, reward_parts={"env": 0.5}
-    )
     example = cast("wire.Group", EXAMPLES[wire.Group])
-    return msgspec.structs.replace(example, prompt="Which way?\nSay it.", trajectories=[trajectory])
+    return msgspec.structs.replace(
+        example, prompt="Which way?\nSay it.", trajectories=[two_turns(tokenizer)]
+    )
 
 
 def test_prompt_and_answers_are_text(tmp_path: Path) -> None:
@@ -46,15 +35,17 @@ def test_prompt_and_answers_are_text(tmp_path: Path) -> None:
     lines = content_lines(codec.encode(group), decode)
     start = next(at for at, line in enumerate(lines) if line.startswith("episode"))
     assert lines[start:] == [
-        "episode 0: not solved, reward 0.5, env 0.5; terminated after 2 turns",
+        "episode 0: solved, reward 1.75, env 1.5, length 0.25; terminated after 2 turns",
         "  prompt",
-        "    | go",
+        "    | <|im_user|>PF",
+        "    | HG<|im_end|><|im_assistant|>",
         "  answer 1, stop",
-        "    | Left",
-        "  seen",
-        "    | next",
-        "  answer 2, stop",
         "    | R",
+        "  seen",
+        "    | <|im_user|>SP",
+        "    | HG<|im_end|><|im_assistant|>",
+        "  answer 2, stop",
+        "    | DX",
     ]
     at = lines.index("  prompt")
     assert lines[at : at + 3] == ["  prompt", "    | Which way?", "    | Say it."]
@@ -67,7 +58,7 @@ def test_tokens_are_numbers_without_a_tokenizer(tmp_path: Path) -> None:
     group = make_group(tokenizer)
     decode, note = run_decoder({}, str(tmp_path / "none"))
     assert note.startswith("tokens are shown by their numbers: ")
-    numbers = " ".join(map(str, tokenizer.encode("Left")))
+    numbers = " ".join(map(str, tokenizer.encode("DX")))
     assert f"    | {numbers}" in content_lines(codec.encode(group), decode)
     assert content_lines(codec.encode(group), decode) == content_lines(codec.encode(group))
 
