@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -48,9 +48,11 @@ class RunPlace:
     config: dict[str, Any]
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
-    """Add RUN and --dir."""
-    parser.add_argument("run_name", metavar="RUN", help="name of the run, or its folder")
+def add_run_options(parser: argparse.ArgumentParser, *, needed: bool = True) -> None:
+    """Add RUN and --dir; without ``needed``, no RUN is the empty name, see ``find_run``."""
+    text = "name of the run, or its folder" + ("" if needed else " (the newest run)")
+    nargs = None if needed else "?"
+    parser.add_argument("run_name", metavar="RUN", nargs=nargs, default="", help=text)
     parser.add_argument(
         "--dir", default="runs", metavar="FOLDER", help="where runs are kept (%(default)s)"
     )
@@ -85,9 +87,12 @@ def add_broker_options(parser: argparse.ArgumentParser) -> None:
 def find_run(run: str, folder: str) -> RunPlace:
     """Return the run of that name below ``folder``, or in the folder that ``run`` names.
 
+    The empty name is the run below ``folder`` that changed last.
+
     Raises:
         UserError: if there is none.
     """
+    run = run or _newest_run(folder)
     if path := find_folder(run, folder):
         return _read_place(path)
     for path in (Path(folder) / run, Path(run)):
@@ -98,6 +103,24 @@ def find_run(run: str, folder: str) -> RunPlace:
         f"no run {run!r} below {folder}; there is {', '.join(names) or 'none'}; name its folder, "
         "or give --dir"
     )
+
+
+def _newest_run(folder: str) -> str:
+    """Return the name of the folder whose settings or metrics were written last.
+
+    Raises:
+        UserError: if there is no run.
+    """
+    times: dict[str, float] = {}
+    for path in Path(folder).glob("*/config.yaml"):
+        for file in (path, path.parent / "metrics.jsonl"):
+            # A run may be deleted now.
+            with suppress(OSError):
+                changed = file.stat().st_mtime
+                times[path.parent.name] = max(changed, times.get(path.parent.name, 0.0))
+    if not times:
+        raise UserError(f"no run below {folder}; name its folder, or give --dir")
+    return max(times, key=lambda name: times[name])
 
 
 def _read_place(path: Path) -> RunPlace:

@@ -64,9 +64,8 @@ def add_parsers(subparsers: Any) -> None:
     )
     text = "largest file, unless one weight is larger (%(default)s)"
     export.add_argument("--max-shard-gib", metavar="GIB", type=positive, default=5.0, help=text)
-    _add_run_command(
-        subparsers, "status", "show the state of a run on one screen", "status:show_status"
-    )
+    text = "show the state of a run on one screen"
+    _add_run_command(subparsers, "status", text, "status:show_status", needed=False)
     text = "name the bottleneck of a run, and predict what changes would bring, from its metrics"
     advise = _add_run_command(subparsers, "advise", text, "advising:advise_run", broker=False)
     text = "predict these changes together, for example servers=8,max_staleness=3"
@@ -233,10 +232,17 @@ def _parse_since(text: str) -> float:
 
 
 def _add_run_command(
-    subparsers: Any, name: str, text: str, body: str, *, broker: bool = True
+    subparsers: Any,
+    name: str,
+    text: str,
+    body: str,
+    *,
+    broker: bool = True,
+    needed: bool = True,
 ) -> argparse.ArgumentParser:
+    """Add a command for one run; ``needed``: whether it must be named."""
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=text, description=text)
-    add_run_options(parser)
+    add_run_options(parser, needed=needed)
     add_json(parser)
     if broker:
         add_broker_options(parser)

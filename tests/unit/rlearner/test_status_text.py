@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from broker.errors import UserError
 from broker.settings.run_address import UP_LOCK
-from learner.run_folder import UNKNOWN, note_broker
+from learner.run_folder import UNKNOWN, find_run, note_broker
+from rlearner.cli import make_parser
 from rlearner.ops.status import missing_learner_lines, wrap_lines
 from rlearner.up.run_claim import RunClaim
 
@@ -70,3 +72,20 @@ def test_a_broker_without_the_run_is_no_reason_to_rebase(tmp_path: Path, is_priv
         assert missing_learner_lines(status) == [
             "no learner is running yet: `rlearner up` starts it"
         ]
+
+
+def test_status_without_a_name_takes_the_newest_run(tmp_path: Path) -> None:
+    options = make_parser().parse_args(["status", "--dir", str(tmp_path)])
+    with pytest.raises(UserError, match=f"no run below {tmp_path}"):
+        find_run(options.run_name, options.dir)
+    for name, at in (("old", 10), ("trained", 20), ("new", 30)):
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / "config.yaml"
+        file.write_text(f"run: {{name: {name}}}\n")
+        os.utime(file, (at, at))
+    assert find_run(options.run_name, options.dir).name == "new"
+    metrics = tmp_path / "trained" / "metrics.jsonl"
+    metrics.touch()
+    os.utime(metrics, (40, 40))
+    assert find_run(options.run_name, options.dir).name == "trained"
+    assert make_parser().parse_args(["status", "old"]).run_name == "old"
