@@ -14,9 +14,9 @@ from typing import Any, Final, TypeVar, cast
 from broker.errors import UserError
 from learner.run_folder import RunPlace, find_run
 from rlearner.console.index.follower import RunFollower
-from rlearner.console.index.run_kinds import RunKind, run_kind
 from rlearner.console.index.runs import RunList
 from rlearner.console.live import LiveRun
+from rlearner.ops.run_kinds import RunKind, run_kind
 
 log = logging.getLogger(__name__)
 

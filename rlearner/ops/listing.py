@@ -25,6 +25,7 @@ from broker.system.visible_text import visible_json
 from learner.reporting.metrics import newest_line
 from learner.run_folder import OFFLINE_LOCK, STORE, previous_broker
 from rlearner.ops.live_learners import ask_broker
+from rlearner.ops.run_kinds import RESULT
 
 FINISHED = "finished"
 STOPPED = "stopped"
@@ -126,8 +127,7 @@ class RunFiles:
             return TRAINING
         if is_held(self.folder):
             return "starting"
-        # Only `rlearner eval` writes a result.
-        if (self.folder / "result.json").exists():
+        if (self.folder / RESULT).exists():
             return EVALUATION
         if self.step >= self.steps:
             return FINISHED

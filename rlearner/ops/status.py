@@ -29,12 +29,21 @@ from learner.checkpoints import checkpoint
 from learner.credit import ledger_file, ledger_segments
 from learner.reporting.metrics import describe_damage, read_lines
 from learner.reporting.training_signals import RECENT, active_warnings
-from learner.run_folder import STARTING, UNKNOWN, connect_run, find_run
+from learner.run_folder import OFFLINE_LOCK, STARTING, UNKNOWN, connect_run, find_run
 from rlearner.advise.advice import advise
 from rlearner.advise.fit import NotFitted
+from rlearner.ops.run_kinds import RESULT, run_kind
 
 IDLE: Final = ("trainer/idle_ratio", "rollouter/idle_ratio")
-FIGURES: Final = ("reward/mean", "env/success_rate", "staleness/max", "perf/tokens_per_s", *IDLE)
+OFFLINE_FIGURES: Final = ("train/loss", "eval/loss", "train/accuracy", "eval/accuracy")
+FIGURES: Final = (
+    "reward/mean",
+    "env/success_rate",
+    "staleness/max",
+    "perf/tokens_per_s",
+    *IDLE,
+    *OFFLINE_FIGURES,
+)
 TICKETS: Final = ("issued", "trained", "filtered", "dropped", "dead", "open", "duplicate")
 # Newest lines in which the bottleneck is looked for, so that a long run is not read whole.
 HISTORY: Final = 80
@@ -66,15 +75,19 @@ async def show_status(options: argparse.Namespace) -> int:
         "folder": str(place.folder),
         **on_disk(place.folder, place.config),
     }
-    async with connect_run(options, place.name, place.folder) as (bus, problem):
-        if bus is None:
-            status |= {"broker": None, "broker_error": problem}
-        else:
-            status |= await on_broker(bus)
-            if (keys := bus.link.login.keys) is not None:
-                status["warnings"] += expiring_tokens(keys.users(), place.name, time.time())
-    # In a thread, because the simulation takes a second.
-    status["advice"] = await asyncio.to_thread(advice_on_disk, place.folder, place.config)
+    status["kind"] = run_kind(place.config, place.folder)
+    if status["kind"] == "training":
+        async with connect_run(options, place.name, place.folder) as (bus, problem):
+            if bus is None:
+                status |= {"broker": None, "broker_error": problem}
+            else:
+                status |= await on_broker(bus)
+                if (keys := bus.link.login.keys) is not None:
+                    status["warnings"] += expiring_tokens(keys.users(), place.name, time.time())
+        # In a thread, because the simulation takes a second.
+        status["advice"] = await asyncio.to_thread(advice_on_disk, place.folder, place.config)
+    else:
+        status |= {"broker": None, "broker_error": "none"}
     if options.json:
         print(json.dumps(status))
         return 0
@@ -213,6 +226,8 @@ def text_of(status: Mapping[str, Any], now: float) -> list[str]:
     head = f"run {status['run']}: step {status['step']} of {status['steps']}"
     if status["step_at"]:
         head += f", {_format_age(now - status['step_at'])} ago"
+    if status.get("kind", "training") != "training":
+        return _lines_without_fleet(status, head)
     # The most important line comes first.
     lines = [*missing_learner_lines(status), head]
     if status["broker"] is None:
@@ -242,6 +257,24 @@ def text_of(status: Mapping[str, Any], now: float) -> list[str]:
         lines += _process_lines(process, status["warnings"])
     if not status["processes"]:
         lines.append("  no process is running")
+    return lines
+
+
+def _lines_without_fleet(status: Mapping[str, Any], head: str) -> list[str]:
+    """Return the lines of training from data, or of an evaluation."""
+    folder = Path(status["folder"])
+    result = os.path.relpath(folder / RESULT)
+    if status["kind"] == "evaluation":
+        return [f"run {status['run']}: an evaluation, which is over; its result is in {result}"]
+    lines = [head]
+    is_over = status["step"] >= status["steps"]
+    if not is_over and not is_held(folder, OFFLINE_LOCK):
+        config = shlex.quote(os.path.relpath(folder / "config.yaml"))
+        command = f"`rlearner {status['kind']} {config}`"
+        lines.insert(0, f"nothing trains it: {command} continues the run where it stopped")
+    lines.append(f"  figures      {_format_pairs(status['figures'].items(), '.4g') or 'none yet'}")
+    lines += [f"  warning      {text}" for text in status["warnings"]]
+    lines.append(f"  checkpoints  {', '.join(map(str, status['checkpoints'])) or 'none yet'}")
     return lines
 
 

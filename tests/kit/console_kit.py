@@ -22,7 +22,7 @@ from waits import LONG_S
 
 from bench.support.localhost_names import local_connector
 from broker.contract import wire
-from rlearner.console.index.run_kinds import RunKind
+from rlearner.ops.run_kinds import RunKind
 
 ROOT = Path(__file__).parents[2]
 MARKUP = '<script>window.hacked = 1</script><img src=x onerror="window.hacked = 2">'

@@ -15,9 +15,9 @@ from broker.errors import RlearnerError
 from broker.nats.nats_errors import ApiError, Disconnected
 from learner.reporting.trackers import flatten_settings
 from rlearner.console.index.answers import RunRow, SettingDifference
-from rlearner.console.index.run_kinds import RESULT, algorithm_name, run_kind
 from rlearner.ops.listing import RunFiles, read_files, read_settings
 from rlearner.ops.live_learners import ask_broker_of_runs
+from rlearner.ops.run_kinds import RESULT, algorithm_name, run_kind
 
 log = logging.getLogger(__name__)
 

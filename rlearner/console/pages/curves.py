@@ -11,7 +11,7 @@ from nicegui.element import Element
 from broker.telemetry.names import find_metric
 from rlearner.console.components import Chart, tag
 from rlearner.console.index.answers import Series
-from rlearner.console.index.run_kinds import RunKind
+from rlearner.ops.run_kinds import RunKind
 
 SHARE: Final = {"low": 0, "high": 1}
 

@@ -10,9 +10,9 @@ from typing import Any, Final
 
 from rlearner.console.components import Grid, tag
 from rlearner.console.index.answers import EvaluatedTask, EvaluationResult
-from rlearner.console.index.run_kinds import RESULT
 from rlearner.console.pages.frame import ask
 from rlearner.console.state import ConsoleRun
+from rlearner.ops.run_kinds import RESULT
 
 RATES: Final = ("avg@", "pass@")
 TASKS_SHOWN: Final = 500

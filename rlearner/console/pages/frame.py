@@ -17,8 +17,8 @@ from broker.errors import RlearnerError
 from broker.nats.nats_errors import ApiError, Disconnected
 from rlearner.console.components import banner, tag
 from rlearner.console.index.database import DatabaseDamagedError, DatabaseUnavailableError
-from rlearner.console.index.run_kinds import RunKind
 from rlearner.console.state import ConsoleRun, ConsoleState
+from rlearner.ops.run_kinds import RunKind
 
 log = logging.getLogger(__name__)
 

@@ -16,12 +16,12 @@ from rlearner.advise.advice import advise
 from rlearner.advise.fit import NotFitted
 from rlearner.console.components import Chart, Grid, Stats, tag
 from rlearner.console.index.answers import EvaluationResult, Event, Series
-from rlearner.console.index.run_kinds import algorithm_name, is_offline
 from rlearner.console.live import BrokerView
 from rlearner.console.pages.curves import LAYOUTS, Curve, CurveBoard, round_values
 from rlearner.console.pages.evaluation import show_evaluation
 from rlearner.console.pages.frame import Page, ask, frame, index_banners
 from rlearner.console.state import ConsoleRun, ConsoleState
+from rlearner.ops.run_kinds import algorithm_name, is_offline
 from rlearner.ops.status import HISTORY
 from rlearner.up.live_state import format_duration
 

@@ -10,9 +10,9 @@ import pytest
 from broker.telemetry.declarations import MetricDeclaration
 from broker.telemetry.names import UNDECLARED, find_metric
 from broker.telemetry.run_metrics import RUN_METRICS
-from rlearner.console.index.run_kinds import RunKind, algorithm_name, run_kind
 from rlearner.console.pages.curves import LAYOUTS
 from rlearner.console.pages.overview import SHARES
+from rlearner.ops.run_kinds import RunKind, algorithm_name, run_kind
 
 OFFLINE: tuple[RunKind, ...] = ("sft", "dpo", "distill")
 

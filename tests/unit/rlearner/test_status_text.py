@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from pathlib import Path
 
 import pytest
+import yaml
 
 from broker.errors import UserError
 from broker.settings.run_address import UP_LOCK
-from learner.run_folder import UNKNOWN, find_run, note_broker
+from broker.system.locks import lock
+from learner.run_folder import OFFLINE_LOCK, UNKNOWN, find_run, note_broker
 from rlearner.cli import make_parser
-from rlearner.ops.status import missing_learner_lines, wrap_lines
+from rlearner.ops.status import missing_learner_lines, show_status, wrap_lines
 from rlearner.up.run_claim import RunClaim
 
 
@@ -89,3 +92,35 @@ def test_status_without_a_name_takes_the_newest_run(tmp_path: Path) -> None:
     os.utime(metrics, (40, 40))
     assert find_run(options.run_name, options.dir).name == "trained"
     assert make_parser().parse_args(["status", "old"]).run_name == "old"
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo", "evaluation"])
+def test_status_of_a_folder_without_a_fleet(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It asks no broker and names the command that continues the run."""
+    folder = tmp_path / "a"
+    folder.mkdir()
+    sections = {"sft": {"data": {}}, "dpo": {"data": {}, "dpo": {}}, "evaluation": {"domains": {}}}
+    config = {"run": {"name": "a"}, "train": {"steps": 4}} | sections[kind]
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    (folder / "metrics.jsonl").write_text('{"step": 3, "train/loss": 0.5, "eval/loss": 0.75}\n')
+    if kind == "evaluation":
+        (folder / "result.json").touch()
+    options = make_parser().parse_args(["status", "a", "--dir", str(tmp_path)])
+    assert asyncio.run(show_status(options)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    if kind == "evaluation":
+        result = os.path.relpath(folder / "result.json")
+        assert lines == [f"run a: an evaluation, which is over; its result is in {result}"]
+        return
+    file = os.path.relpath(folder / "config.yaml")
+    assert lines == [
+        f"nothing trains it: `rlearner {kind} {file}` continues the run where it stopped",
+        "run a: step 3 of 4",
+        "  figures      train/loss 0.5, eval/loss 0.75",
+        "  checkpoints  none yet",
+    ]
+    with lock(folder / OFFLINE_LOCK, "held"):
+        assert asyncio.run(show_status(options)) == 0
+    assert capsys.readouterr().out.startswith("run a: step 3 of 4\n")
