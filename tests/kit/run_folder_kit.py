@@ -26,6 +26,7 @@ from learner.credit.ledger_file import LedgerLine, digest_record
 from learner.credit.records import LedgerRecorder
 from learner.credit.ticket_rules import DomainRule, TicketRules
 from learner.reporting.metrics import MetricsFile, count_tickets
+from rlearner_text.tokenizer import Tokenizer
 
 STEPS = 4
 Answer = Callable[[wire.Ticket], list[wire.Message | bytes]]
@@ -270,3 +271,43 @@ class World:
 
     def _checkpoint(self, ledger: Ledger) -> None:
         write_bare_checkpoint(self.folder / "checkpoints", ledger.dump())
+
+
+SEEN = (
+    "<|im_user|>PF\nHG<|im_end|><|im_assistant|>",
+    "<|im_user|>SP\nHG<|im_end|><|im_assistant|>",
+)
+
+
+def two_turns(tokenizer: Tokenizer, episode: int = 0) -> wire.Trajectory:
+    """Says R, then DX; the version changes between D and X. A reward hub added 0.25 and took the
+    environment's 1.5.
+    """
+    ids: list[int] = []
+    mask: list[int] = []
+    spans = []
+    for seen, said in zip(SEEN, ("R", "DX"), strict=True):
+        shown, spoken = tokenizer.encode(seen), tokenizer.encode(said)
+        spans.append((len(ids) + len(shown), len(ids) + len(shown) + len(spoken)))
+        ids += shown + spoken
+        mask += [0] * len(shown) + [1] * len(spoken)
+    values = iter([-0.5, -0.25, -1.0])
+    turns = [
+        wire.Turn(
+            start=start, end=end, reward=reward, valid=valid, finish_reason="stop", server="s1"
+        )
+        for (start, end), reward, valid in zip(spans, (0.5, 1.0), (True, False), strict=True)
+    ]
+    return wire.Trajectory(
+        episode=episode,
+        token_ids=wire.column(ids, "<i4"),
+        loss_mask=wire.column(mask, "|u1"),
+        logprobs=wire.column([next(values) if one else 0.0 for one in mask], "<f4"),
+        version_runs=wire.column([0, 2, 1, 1], "<i4"),
+        turns=turns,
+        reward=1.75,
+        reward_parts={"env": 1.5, "length": 0.25},
+        success=True,
+        end="terminated",
+        response="DX",
+    )

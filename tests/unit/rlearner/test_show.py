@@ -12,52 +12,14 @@ from typing import Any
 import pytest
 import run_folder_kit as kit
 from envhub_kit import write_tokenizer
+from run_folder_kit import two_turns
 
-from broker.contract import wire
 from broker.errors import ConfigError, UserError
 from rlearner.ops.cli import add_parsers
 from rlearner.ops.showing import show_run, text_of, trajectory_of
 from rlearner_text.tokenizer import Tokenizer
 
 Show = Callable[..., Any]
-SEEN = (
-    "<|im_user|>PF\nHG<|im_end|><|im_assistant|>",
-    "<|im_user|>SP\nHG<|im_end|><|im_assistant|>",
-)
-
-
-def two_turns(tokenizer: Tokenizer, episode: int = 0) -> wire.Trajectory:
-    """Says R, then DX; the version changes between D and X. A reward hub added 0.25 and took the
-    environment's 1.5.
-    """
-    ids: list[int] = []
-    mask: list[int] = []
-    spans = []
-    for seen, said in zip(SEEN, ("R", "DX"), strict=True):
-        shown, spoken = tokenizer.encode(seen), tokenizer.encode(said)
-        spans.append((len(ids) + len(shown), len(ids) + len(shown) + len(spoken)))
-        ids += shown + spoken
-        mask += [0] * len(shown) + [1] * len(spoken)
-    values = iter([-0.5, -0.25, -1.0])
-    turns = [
-        wire.Turn(
-            start=start, end=end, reward=reward, valid=valid, finish_reason="stop", server="s1"
-        )
-        for (start, end), reward, valid in zip(spans, (0.5, 1.0), (True, False), strict=True)
-    ]
-    return wire.Trajectory(
-        episode=episode,
-        token_ids=wire.column(ids, "<i4"),
-        loss_mask=wire.column(mask, "|u1"),
-        logprobs=wire.column([next(values) if one else 0.0 for one in mask], "<f4"),
-        version_runs=wire.column([0, 2, 1, 1], "<i4"),
-        turns=turns,
-        reward=1.75,
-        reward_parts={"env": 1.5, "length": 0.25},
-        success=True,
-        end="terminated",
-        response="DX",
-    )
 
 
 def lines(tmp_path: Path, *, tokens: bool) -> list[str]:

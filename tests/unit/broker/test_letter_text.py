@@ -8,7 +8,7 @@ from typing import cast
 
 import msgspec
 from envhub_kit import write_tokenizer
-from test_show import two_turns
+from run_folder_kit import two_turns
 
 from broker.contract import codec, wire
 from broker.contract.examples import EXAMPLES
