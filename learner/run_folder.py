@@ -50,9 +50,12 @@ class RunPlace:
 
 def add_run_options(parser: argparse.ArgumentParser, *, needed: bool = True) -> None:
     """Add RUN and --dir; without ``needed``, no RUN is the empty name, see ``find_run``."""
-    text = "name of the run, or its folder" + ("" if needed else " (the newest run)")
-    nargs = None if needed else "?"
-    parser.add_argument("run_name", metavar="RUN", nargs=nargs, default="", help=text)
+    text = "name of the run, or its folder"
+    if needed:
+        parser.add_argument("run_name", metavar="RUN", help=text)
+    else:
+        text += " (the newest run)"
+        parser.add_argument("run_name", metavar="RUN", nargs="?", default="", help=text)
     parser.add_argument(
         "--dir", default="runs", metavar="FOLDER", help="where runs are kept (%(default)s)"
     )

@@ -110,7 +110,7 @@ def _missing_process(bus: Bus, role: str, serves: str, members: Sequence[wire.Pr
         for member in members
         if member.role == role
     ]
-    option = "--domains" if role == "envhub" else "--pools"
+    option = {"envhub": "--domains", "rewardhub": "--pools"}[role]
     url = without_logins(bus.link.url)
     command = f"`{role} --run {bus.run} --broker {url} {option} {serves}`"
     return f"{'; '.join(present) or 'none is running'}; {command} starts one"

@@ -33,11 +33,8 @@ async def find_decoder(bus: Bus) -> tuple[Decoder, str]:
     entry = await bus.key_value(RUNS).get(bus.run)
     if entry is None or not isinstance(entry[0], wire.RunSpec):
         return as_numbers, "tokens are shown by their numbers: the broker has no RunSpec of the run"
-    spec = entry[0]
     make_decoder = await asyncio.to_thread(resolve, "decoders", "run", DECODERS)
-    decoder: tuple[Decoder, str] = await asyncio.to_thread(
-        make_decoder, spec.config, spec.model_path
-    )
+    decoder: tuple[Decoder, str] = await asyncio.to_thread(make_decoder, entry[0])
     return decoder
 
 
@@ -73,8 +70,8 @@ def _beginning(data: bytes | bytearray) -> str:
         value = msgspec.msgpack.decode(data)
         return json.dumps(value, ensure_ascii=False, default=_describe_bytes)[:SHOWN_BYTES]
     except (msgspec.DecodeError, ValueError, TypeError):
-        shown = data[:SHOWN_BYTES]
-        return f"bytes: {shown.hex(' ')}{' …' if len(data) > len(shown) else ''}"
+        text = f"bytes: {data[:SHOWN_BYTES].hex(' ')}"
+        return text + " …" * (len(data) > SHOWN_BYTES)
 
 
 def _describe_bytes(value: Any) -> str:
@@ -113,16 +110,15 @@ def _trajectory_lines(trajectory: wire.Trajectory, decode: Decoder) -> Iterator[
     )
     ids = trajectory.token_ids.array().tolist()
     position = 0
+    titles = ("prompt", "seen")
     for number, turn in enumerate(trajectory.turns, start=1):
         if position < turn.start:
-            title = "prompt" if not position else "seen"
-            yield from _text_lines(title, decode(ids[position : turn.start]))
+            yield from _text_lines(titles[position > 0], decode(ids[position : turn.start]))
         text = decode(ids[turn.start : turn.end])
         yield from _text_lines(f"answer {number}, {turn.finish_reason}", text)
         position = turn.end
     if position < len(ids):
-        title = "prompt" if not position else "seen"
-        yield from _text_lines(title, decode(ids[position:]))
+        yield from _text_lines(titles[position > 0], decode(ids[position:]))
 
 
 def _text_lines(title: str, text: str) -> Iterator[str]:

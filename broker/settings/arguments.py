@@ -207,8 +207,11 @@ def add_broker(
     """
     url = os.environ.get("RL_BROKER") or DEFAULT_BROKER
     visible_url = without_passwords(url).replace("%", "%%")
-    default = None if is_noted else url
-    source = "that of the run's folder, else RL_BROKER" if is_noted else "RL_BROKER"
+    default: str | None = url
+    source = "RL_BROKER"
+    if is_noted:
+        default = None
+        source = "that of the run's folder, else RL_BROKER"
     help_text = f"{text} ({source}, {visible_url})"
     parser.add_argument("--broker", metavar="URL", action=_Address, default=default, help=help_text)
     help_text = f"connect to a broker on another host without TLS or without a login ({INSECURE}=1)"

@@ -31,7 +31,9 @@ def broker_address(url: str | None, folder: Path | None) -> str:
         url: of ``--broker``, if the user has named one.
         folder: of the run, None if it is not known.
     """
-    address = "" if folder is None else current_address(folder)
+    address = ""
+    if folder is not None:
+        address = current_address(folder)
     variable = os.environ.get("RL_BROKER", "")
     if address and without_logins(variable) == address:
         address = variable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -42,18 +42,10 @@ def decode_tokens(ids: Iterable[Any], tokenizer: Tokenizer | None) -> str:
     return tokenizer.decode([int(number) for number in ids], skip_special_tokens=False)
 
 
-def run_decoder(
-    config: Mapping[str, Any], model_path: str
-) -> tuple[Callable[[Iterable[Any]], str], str]:
-    """Return what turns a run's tokens into text, and a note if it can only show numbers.
-
-    Args:
-        config: of the run.
-        model_path: folder or hub name of its first weights and tokenizer.
-    """
-    model = RunSettings.of_config({"model": config.get("model")}).model
+def run_decoder(run: wire.RunSpec) -> tuple[Callable[[Iterable[Any]], str], str]:
+    """Return what turns a run's tokens into text, and a note if it can only show numbers."""
     try:
-        tokenizer = Tokenizer.of_run(model_path, model)
+        tokenizer = Tokenizer.of_run(run.model_path, RunSettings.of_config(run.config).model)
     except ConfigError as error:
         return partial(decode_tokens, tokenizer=None), f"{NUMBERS}: {error}"
     return partial(decode_tokens, tokenizer=tokenizer), ""

@@ -62,7 +62,7 @@ class ConsoleRun:
     @property
     def kind(self) -> RunKind:
         """What the folder holds."""
-        return run_kind(self.config, self.folder)
+        return run_kind(self)
 
     async def settle(self) -> None:
         """Wait a moment until the index has read the folder, so that a page begins complete."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final, Literal, cast
+from typing import Any, Final, Literal, Protocol, cast
 
 from learner.offline.config import SECTIONS, pipeline_of
 
@@ -14,11 +13,23 @@ RunKind = Literal["training", "evaluation", "sft", "dpo", "distill"]
 RESULT: Final = "result.json"
 
 
-def run_kind(config: Mapping[str, Any], folder: Path) -> RunKind:
-    """Return what the folder of these settings holds."""
-    if "domains" not in config and "data" in config:
-        return cast("RunKind", pipeline_of(config))
-    return "evaluation" if (folder / RESULT).exists() else "training"
+class FolderOfRun(Protocol):
+    """A run's folder and the contents of its config.yaml."""
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+
+
+def run_kind(run: FolderOfRun) -> RunKind:
+    """Return what the folder of a run holds."""
+    if "domains" not in run.config and "data" in run.config:
+        return cast("RunKind", pipeline_of(run.config))
+    if (run.folder / RESULT).exists():
+        return "evaluation"
+    return "training"
 
 
 def is_offline(kind: RunKind) -> bool:
@@ -26,22 +37,25 @@ def is_offline(kind: RunKind) -> bool:
     return kind in SECTIONS
 
 
-def algorithm_name(config: Mapping[str, Any], kind: RunKind) -> str:
+def algorithm_name(run: FolderOfRun) -> str:
     """Return estimator, loss and correction of a run, or its pipeline with its variant; empty for
     an evaluation and for settings that cannot be read.
     """
-    if kind == "evaluation":
-        return ""
-    if is_offline(kind):
-        section = _section_of(config, kind)
-        variants = {"dpo": section.get("loss"), "distill": f"{section.get('kl', 'forward')} KL"}
-        variant = variants.get(kind)
-        return kind if variant in (None, kind) else f"{kind} with {variant}"
-    section = _section_of(config, "algorithm")
-    parts = [section.get("adv_estimator"), section.get("pg_variant"), section.get("correction")]
-    return " with ".join(str(part) for part in parts if part not in (None, "none"))
+    match kind := run_kind(run):
+        case "evaluation":
+            parts = []
+        case "training":
+            algorithm = section_of(run, "algorithm")
+            parts = [algorithm.get(key) for key in ("adv_estimator", "pg_variant", "correction")]
+        case "distill":
+            parts = [kind, f"{section_of(run, kind).get('kl', 'forward')} KL"]
+        case _:
+            parts = [kind, section_of(run, kind).get("loss")]
+    names = [str(part) for part in dict.fromkeys(parts) if part not in (None, "none")]
+    return " with ".join(names)
 
 
-def _section_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    section = config.get(name)
+def section_of(run: FolderOfRun, name: str) -> dict[str, Any]:
+    """Return a section of a run's settings, empty if it cannot be read."""
+    section = run.config.get(name)
     return section if isinstance(section, dict) else {}

@@ -75,7 +75,7 @@ async def show_status(options: argparse.Namespace) -> int:
         "folder": str(place.folder),
         **on_disk(place.folder, place.config),
     }
-    status["kind"] = run_kind(place.config, place.folder)
+    status["kind"] = run_kind(place)
     if status["kind"] == "training":
         async with connect_run(options, place.name, place.folder) as (bus, problem):
             if bus is None:

@@ -127,7 +127,7 @@ def _run_row(run: RunFiles, answer: tuple[bool, str] | None) -> RunRow:
         name: float(run.line[name]) for name in LAST if isinstance(run.line.get(name), int | float)
     }
     model = _section_of(run.config, "model").get("path") or "small model of its own"
-    kind = run_kind(run.config, run.folder)
+    kind = run_kind(run)
     if kind == "evaluation":
         last |= _result_figures(run.folder)
     is_training, problem = answer or (False, "")
@@ -144,7 +144,7 @@ def _run_row(run: RunFiles, answer: tuple[bool, str] | None) -> RunRow:
         last=last,
         domains=sorted(_section_of(run.config, "domains")),
         model=str(model),
-        algorithm=algorithm_name(run.config, kind),
+        algorithm=algorithm_name(run),
     )
 
 

@@ -21,7 +21,7 @@ from rlearner.console.pages.curves import LAYOUTS, Curve, CurveBoard, round_valu
 from rlearner.console.pages.evaluation import show_evaluation
 from rlearner.console.pages.frame import Page, ask, frame, index_banners
 from rlearner.console.state import ConsoleRun, ConsoleState
-from rlearner.ops.run_kinds import algorithm_name, is_offline
+from rlearner.ops.run_kinds import algorithm_name, is_offline, section_of
 from rlearner.ops.status import HISTORY
 from rlearner.up.live_state import format_duration
 
@@ -162,12 +162,11 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
 
 
 def _format_subtitle(run: ConsoleRun) -> str:
-    model = (run.config.get("model") or {}).get("path") or "small model of its own"
+    model = section_of(run, "model").get("path") or "small model of its own"
     if is_offline(run.kind):
-        file = (run.config.get("data") or {}).get("train", "")
-        return f"{algorithm_name(run.config, run.kind)} · {file} · {model}"
-    domains = run.config.get("domains")
-    return f"{', '.join(sorted(domains)) if isinstance(domains, dict) else ''} · {model}"
+        file = section_of(run, "data").get("train", "")
+        return f"{algorithm_name(run)} · {file} · {model}"
+    return f"{', '.join(sorted(section_of(run, 'domains')))} · {model}"
 
 
 def _suggest_metrics(suggestions: Element, names: list[str]) -> None:
@@ -179,7 +178,9 @@ def _suggest_metrics(suggestions: Element, names: list[str]) -> None:
 
 def _show_notes(notes: Element, run: ConsoleRun) -> None:
     """Show what the index lacks; a run without a fleet has no records to lack."""
-    texts = run.follower.status().notes if run.kind == "training" else ()
+    texts = run.follower.status().notes
+    if run.kind != "training":
+        texts = ()
     if texts != tuple(child._text for child in notes.default_slot.children):
         notes.clear()
         with notes:
@@ -244,8 +245,9 @@ def _run_state(run: ConsoleRun, step: int, live: BrokerView) -> tuple[str, str, 
         return "training", "", "good"
     if run.steps and step >= run.steps:
         return "finished", "", "good"
-    note = "" if is_offline(run.kind) else live.problem or "no learner is running"
-    return "not running", note, "dim"
+    if is_offline(run.kind):
+        return "not running", "", "dim"
+    return "not running", live.problem or "no learner is running", "dim"
 
 
 def _time_left(run: ConsoleRun, step: int, last: dict[str, float]) -> str:

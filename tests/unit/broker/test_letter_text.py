@@ -27,10 +27,16 @@ def make_group(tokenizer: Tokenizer) -> wire.Group:
     )
 
 
+def spec_of(model: Path) -> wire.RunSpec:
+    return wire.RunSpec(
+        run="a", wire_version=wire.WIRE_VERSION, epoch=1, config={}, model_path=str(model)
+    )
+
+
 def test_prompt_and_answers_are_text(tmp_path: Path) -> None:
     path = write_tokenizer(tmp_path / "model")
     group = make_group(Tokenizer.load(path))
-    decode, note = run_decoder({}, str(path))
+    decode, note = run_decoder(spec_of(path))
     assert note == ""
     lines = content_lines(codec.encode(group), decode)
     start = next(at for at, line in enumerate(lines) if line.startswith("episode"))
@@ -56,7 +62,7 @@ def test_prompt_and_answers_are_text(tmp_path: Path) -> None:
 def test_tokens_are_numbers_without_a_tokenizer(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(write_tokenizer(tmp_path / "model"))
     group = make_group(tokenizer)
-    decode, note = run_decoder({}, str(tmp_path / "none"))
+    decode, note = run_decoder(spec_of(tmp_path / "none"))
     assert note.startswith("tokens are shown by their numbers: ")
     numbers = " ".join(map(str, tokenizer.encode("DX")))
     assert f"    | {numbers}" in content_lines(codec.encode(group), decode)

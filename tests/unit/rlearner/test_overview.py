@@ -10,6 +10,7 @@ import pytest
 from broker.telemetry.declarations import MetricDeclaration
 from broker.telemetry.names import UNDECLARED, find_metric
 from broker.telemetry.run_metrics import RUN_METRICS
+from learner.run_folder import RunPlace
 from rlearner.console.pages.curves import LAYOUTS
 from rlearner.console.pages.overview import SHARES
 from rlearner.ops.run_kinds import RunKind, algorithm_name, run_kind
@@ -91,12 +92,14 @@ def test_every_metric_of_offline_training_has_a_chart() -> None:
 def test_kind_and_algorithm_of_a_run(
     tmp_path: Path, config: dict[str, Any], kind: RunKind, name: str
 ) -> None:
-    assert run_kind(config, tmp_path) == kind
-    assert algorithm_name(config, kind) == name
+    run = RunPlace("a", tmp_path, config)
+    assert run_kind(run) == kind
+    assert algorithm_name(run) == name
 
 
 def test_an_evaluation_has_no_algorithm(tmp_path: Path) -> None:
     config = {"domains": {}, "algorithm": {"adv_estimator": "grpo"}}
     (tmp_path / "result.json").touch()
-    assert run_kind(config, tmp_path) == "evaluation"
-    assert algorithm_name(config, "evaluation") == ""
+    run = RunPlace("a", tmp_path, config)
+    assert run_kind(run) == "evaluation"
+    assert algorithm_name(run) == ""
