@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -12,6 +14,7 @@ from bench.advice.virtual_run import config_of, run_fleet
 from broker.contract import wire
 from broker.settings.run_address import ADDRESS
 from rlearner.advise.advice import advise
+from rlearner.console.index.follower import RunFollower
 from rlearner.console.index.live_spans import LiveSpans
 from rlearner.console.live import LiveRun
 from rlearner.console.pages.overview import _find_bottleneck, _run_state
@@ -52,6 +55,21 @@ def test_a_learner_is_not_said_to_train_once_its_broker_is_gone(tmp_path: Path) 
         "the broker at here does not answer now",
         "warn",
     )
+
+
+async def test_a_page_waits_a_moment_for_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = iter(["building", "rebuilding", "current"])
+    run = ConsoleRun.__new__(ConsoleRun)
+    run._loop = asyncio.get_running_loop()
+    run.follower = cast(
+        "RunFollower", SimpleNamespace(status=lambda: SimpleNamespace(state=next(states)))
+    )
+    await run.settle()
+    assert list(states) == []
+    monkeypatch.setattr("rlearner.console.state.SETTLE_S", 0.0)
+    states = iter(["building"] * 99)
+    await run.settle()
+    assert len(list(states)) > 90
 
 
 async def test_an_unreadable_note_of_the_broker_is_said_and_read_again(
