@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from broker.contract.pass_rate import never_within
+from broker.contract.staleness import is_late
 from broker.contract.streams import MAX_DELIVERIES
 from broker.contract.wire import ClosedReason
 from envhub.scheduling.line import GroupJob, GroupQueue
@@ -415,7 +416,11 @@ class EpisodeSlots:
     def _close_if_late(self, group: _Group) -> list[Action]:
         max_staleness = group.job.max_staleness
         oldest = group.oldest_version
-        if max_staleness is None or oldest is None or self.version - oldest <= max_staleness:
+        if (
+            max_staleness is None
+            or oldest is None
+            or not is_late(oldest, self.version, max_staleness)
+        ):
             return []
         detail = (
             f"oldest token of version {oldest}, learner at version {self.version}, "

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from msgspec.structs import asdict
 
 from broker.contract import wire
+from broker.contract.staleness import due_step
 from broker.contract.streams import EPISODES, EVALTICKETS, TICKETS, Stream
 from broker.jetstream.ticket_results import result_log, ticket_key
 from broker.settings.config import DomainSection
@@ -60,7 +61,10 @@ class TicketAssignment:
         if self.max_staleness is None or not groups_per_step:
             return -1
         steps_before = (self.number - 1) // groups_per_step
-        return min(max(steps_before, self.min_version), self.min_version + self.max_staleness)
+        return min(
+            max(steps_before, self.min_version),
+            due_step(self.min_version, self.max_staleness),
+        )
 
     def job(
         self, num_delivered: int, *, drop_late: bool, straggler_factor: float | None = None

@@ -33,8 +33,8 @@ log: ``apply`` refuses the next one until ``complete_step`` has been called, so 
 ever judged by how long training happened to take.
 
 **Late.** A ticket issued at version v carries ``min_version = v``; its tokens are v or newer, so it
-may be trained in any step up to v + K, the step it is *due* in. A group whose oldest token is older
-than ``version - K`` is late, dropped and replaced.
+may be trained in any step up to v + K, the step it is *due* in. A group whose oldest token lags
+further behind is late (``broker.contract.staleness``), dropped and replaced.
 
 With ``on_late: drop`` groups are taken in log order and stragglers become late. With ``on_late:
 wait`` none does, because places are reserved: a group is taken into step t only if the tickets due
@@ -84,6 +84,7 @@ from typing import Any, Final, Literal
 import msgspec
 
 from broker.contract import wire
+from broker.contract.staleness import due_step, is_late
 from broker.errors import UserError
 from learner.algorithm.selection import num_kept
 from learner.credit.ticket_rules import TicketRules, next_domain, task_seed
@@ -524,7 +525,7 @@ class Ledger:
         return ticket
 
     def _is_late(self, oldest_version: int) -> bool:
-        return oldest_version < self.state.version - self.rules.max_staleness
+        return is_late(oldest_version, self.state.version, self.rules.max_staleness)
 
     def _is_filtered(self, record: GroupArrival) -> bool:
         """Return whether dynamic sampling replaces the group, which it does up to a bound."""
@@ -556,7 +557,9 @@ class Ledger:
             ready = (
                 queued
                 for queued in queue
-                if self._is_late(queued.oldest_version) or self._due(queued.number) <= horizon
+                if self._is_late(queued.oldest_version)
+                or due_step(self.state.live[queued.number].min_version, self.rules.max_staleness)
+                <= horizon
             )
             if (entry := next(ready, None)) is None:
                 break
@@ -570,10 +573,6 @@ class Ledger:
                 actions.append(TakeGroup(entry.number))
         return actions
 
-    def _due(self, number: int) -> int:
-        """Return the last step that a live ticket's group may be trained in."""
-        return self.state.live[number].min_version + self.rules.max_staleness
-
     def _horizon(self) -> float:
         """Return the latest due step that keeps (*) of the module docstring."""
         if self.rules.on_late == "drop":
@@ -584,7 +583,7 @@ class Ledger:
             if not self._unplaced[min_version]:
                 del self._unplaced[min_version]
                 continue
-            due = min_version + self.rules.max_staleness
+            due = due_step(min_version, self.rules.max_staleness)
             num_live += self._unplaced[min_version]
             if num_live > places + max(due - self.state.version, 0) * self.rules.groups_per_step:
                 # Its own tickets fill all places up to then: nothing due later may pass them.

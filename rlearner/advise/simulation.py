@@ -21,6 +21,7 @@ from typing import Final
 
 import numpy as np
 
+from broker.contract.staleness import due_step
 from rlearner.advise.run_model import RunModel
 
 # Of one simulation, about 0.05 s; advice takes dozens of simulations.
@@ -145,9 +146,9 @@ class _Episode:
 class _Group:
     __slots__ = ("due", "episodes", "finished", "hub", "to_score")
 
-    def __init__(self, hub: int, due_step: int) -> None:
+    def __init__(self, hub: int, due: int) -> None:
         self.hub = hub
-        self.due = due_step
+        self.due = due
         self.finished = self.to_score = 0
         self.episodes: list[_Episode] = []
 
@@ -232,9 +233,9 @@ class _Run:
         self.now = now
 
     def _issue(self, count: int) -> None:
-        due_step = self.version + self.model.max_staleness
-        self.tickets.extend([due_step] * count)
-        self.unplaced[due_step] += count
+        due = due_step(self.version, self.model.max_staleness)
+        self.tickets.extend([due] * count)
+        self.unplaced[due] += count
         self._start()
 
     def _start(self) -> None:
@@ -369,13 +370,13 @@ class _Run:
             return math.inf
         places = self.model.groups_per_step - self.taken - 1
         open_tickets = 0
-        for due_step in sorted(self.unplaced):
-            if not self.unplaced[due_step]:
-                del self.unplaced[due_step]
+        for due in sorted(self.unplaced):
+            if not self.unplaced[due]:
+                del self.unplaced[due]
                 continue
-            open_tickets += self.unplaced[due_step]
-            if open_tickets > places + max(due_step - self.version, 0) * self.model.groups_per_step:
-                return due_step
+            open_tickets += self.unplaced[due]
+            if open_tickets > places + max(due - self.version, 0) * self.model.groups_per_step:
+                return due
         return math.inf
 
     def _complete(self) -> None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from broker.contract.staleness import is_late
 from learner.credit.ledger import LOST
 from learner.credit.ledger_file import FINAL, LedgerLine
 from rlearner.audit.report import AuditReport, format_ranges
@@ -317,7 +318,7 @@ def check_staleness(
     """Check a trained group's token versions, as one source gives them (-1: it sampled none)."""
     version = line.step - 1  # the version that was trained
     subject = f"ticket {line.ticket}, trained in step {line.step}: {source} has a token of version"
-    if oldest >= 0 and bound >= 0 and version - oldest > bound:
+    if oldest >= 0 and bound >= 0 and is_late(oldest, version, bound):
         report.fail(f"{subject} {oldest}, the bound is {bound}")
     if newest > version:
         report.fail(f"{subject} {newest}, newer than that")
