@@ -15,7 +15,7 @@ from broker.settings.run_settings import RunSettings
 from broker.system.private_files import draft_of
 from envhub.domain import Domain, load_domains
 from envhub.envs.base import can_demonstrate
-from envhub.servers.generate import mix
+from envhub.servers.turn import mix
 
 Messages = list[dict[str, str]]
 

@@ -14,7 +14,7 @@ from bench.advice.speeds import FleetSpeeds
 from broker.contract import wire
 from broker.settings.config import Section
 from envhub.envs.base import Environment, Observation, Split, StepResult
-from envhub.servers.generate import mix
+from envhub.servers.turn import mix
 from rollout.engines.base import EngineConfig, EngineStats, GenerationOutput
 from rollout.engines.weightless import WeightlessEngine
 

@@ -21,7 +21,7 @@ from broker.runtime.load_curve import LoadCurve
 from envhub.scheduling import slots
 from envhub.scheduling.line import GroupJob
 from envhub.servers.choose import ServerLoad, choose
-from envhub.servers.generate import mix
+from envhub.servers.turn import mix
 from learner.credit.ledger import Action, IssueTicket, Ledger, TakeGroup
 from learner.credit.record_intake import read_record
 from learner.credit.ticket_rules import DomainRule, TicketRules

@@ -20,7 +20,7 @@ from broker.contract import wire
 from broker.settings.run_settings import RunSettings
 from envhub.domain import load_domains
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
-from envhub.servers.generate import SampledTurn, TurnFailed, TurnRequest
+from envhub.servers.turn import SampledTurn, TurnFailed, TurnRequest
 from envhub.task import EpisodeResult
 from envhub.tickets import assignment
 from envhub.tickets.assignment import TicketAssignment

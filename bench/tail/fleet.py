@@ -34,7 +34,8 @@ from envhub.lengths.predictor import LengthPredictor
 from envhub.lengths.selection import load_estimator, task_key
 from envhub.scheduling import slots
 from envhub.scheduling.line import GroupJob
-from envhub.servers.generate import TurnGenerator, TurnRequest
+from envhub.servers.generate import TurnGenerator
+from envhub.servers.turn import TurnRequest
 from envhub.tickets.assignment import assignment
 from learner.credit.ledger import Action, GroupArrival, IssueTicket, Ledger
 from rollout.config import RolloutSection

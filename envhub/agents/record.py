@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from broker.contract import wire
-from envhub.servers.generate import SampledTurn
+from envhub.servers.turn import SampledTurn
 from rlearner_text.tokenizer import Tokenizer
 
 

@@ -18,7 +18,7 @@ from envhub.agents.record import EpisodeRecord
 from envhub.lengths.base import UpcomingTurn
 from envhub.lengths.predictor import LengthPrediction, LengthPredictor
 from envhub.lengths.selection import task_key
-from envhub.servers.generate import SampledTurn, TurnFailed, TurnRequest, mix
+from envhub.servers.turn import SampledTurn, TurnFailed, TurnRequest, mix
 from envhub.task import EpisodeTask
 from rlearner_text.incremental_tokenization import Conversation
 from rlearner_text.openai import tool_calls

@@ -17,7 +17,7 @@ from envhub.episodes.frames import first_frame, frame
 from envhub.lengths.base import UpcomingTurn
 from envhub.lengths.predictor import LengthPredictor
 from envhub.lengths.selection import task_key
-from envhub.servers.generate import SampledTurn, TurnRequest, stirred
+from envhub.servers.turn import SampledTurn, TurnRequest, stirred
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
 from envhub.workers.calls import EnvironmentCalls
 from envhub.workers.returned import observation, step_result, text

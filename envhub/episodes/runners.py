@@ -14,7 +14,7 @@ from envhub.envs.base import WORKER, Environment
 from envhub.episodes.episode import Episode, EpisodeContext, TurnSampler
 from envhub.lengths.predictor import HubLengths, LengthPredictor
 from envhub.servers.awake_clock import AwakeClock
-from envhub.servers.generate import TurnFailed
+from envhub.servers.turn import TurnFailed
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
 from envhub.workers.calls import CallFailed, EnvironmentCalls
 from envhub.workers.returned import ReturnedValueError

@@ -13,7 +13,8 @@ import pytest
 from test_rollout_service import Fleet, fleet, load, logprobs, model_path
 
 from broker.contract import wire
-from envhub.servers.generate import TurnGenerator, TurnRequest
+from envhub.servers.generate import TurnGenerator
+from envhub.servers.turn import TurnRequest
 
 __all__ = ["fleet", "model_path"]
 LONG = 1900

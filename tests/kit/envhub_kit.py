@@ -12,7 +12,7 @@ from pathlib import Path
 from broker.settings.config import DomainSection, Section
 from envhub.domain import Domain, load_domain
 from envhub.envs.base import Environment, Observation, Split, StepResult
-from envhub.servers.generate import SampledTurn, TurnRequest
+from envhub.servers.turn import SampledTurn, TurnRequest
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import _write_tokenizer
 from rlearner_text.tokenizer import Tokenizer

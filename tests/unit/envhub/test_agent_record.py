@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from envhub.agents.record import EpisodeRecord, RecordedSample
-from envhub.servers.generate import SampledTurn
+from envhub.servers.turn import SampledTurn
 from rlearner_text.tokenizer import Tokenizer
 
 END = 0  # closes an answer; its text is "."

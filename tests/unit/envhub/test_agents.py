@@ -29,7 +29,7 @@ from envhub.envs import agent as agent_env
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
 from envhub.lengths.corrections import LengthCalibration
 from envhub.lengths.predictor import LengthPredictor
-from envhub.servers.generate import SampledTurn, TurnFailed, TurnRequest
+from envhub.servers.turn import SampledTurn, TurnFailed, TurnRequest
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
 from envhub.workers.calls import EnvironmentCalls
 from rlearner_text.openai.http_errors import HttpError

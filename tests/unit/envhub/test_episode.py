@@ -18,7 +18,7 @@ from broker.contract import checks
 from envhub.domain import Domain
 from envhub.envs.base import Environment
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
-from envhub.servers.generate import mix
+from envhub.servers.turn import mix
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
 from envhub.workers.calls import CallFailed, EnvironmentCalls
 from rlearner_text.tokenizer import Tokenizer

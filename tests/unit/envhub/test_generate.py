@@ -21,7 +21,8 @@ from envhub.episodes.rerun import TicketReruns
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
 from envhub.episodes.trial import trial
 from envhub.servers.awake_clock import AwakeClock
-from envhub.servers.generate import TurnFailed, TurnGenerator, TurnRequest, mix, stirred
+from envhub.servers.generate import TurnGenerator
+from envhub.servers.turn import TurnFailed, TurnRequest, mix, stirred
 from envhub.workers.calls import EnvironmentCalls
 from rlearner_text.tokenizer import Tokenizer
 

@@ -10,7 +10,7 @@ from model_templates import STYLES, make_style_folder
 
 from broker.contract import checks
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
-from envhub.servers.generate import SampledTurn, TurnRequest
+from envhub.servers.turn import SampledTurn, TurnRequest
 from envhub.task import EpisodeTask
 from envhub.workers.calls import EnvironmentCalls
 from rlearner_text.tokenizer import Tokenizer
