@@ -23,17 +23,16 @@ from typing import Final
 from broker.channel import carriers
 from broker.contract import wire
 from broker.contract.streams import EVALTICKETS, TICKETS, Stream
-from broker.errors import ConfigError, RlearnerError, UserError, described
-from broker.jetstream.bus import Delivery
+from broker.errors import ConfigError, RlearnerError, UserError
 from broker.runtime.process import Member, Stop, join
 from broker.runtime.work_health import WorkHealth
 from broker.settings.timeouts import seconds
 from broker.system.batch_job import batch_job
 from broker.system.process_identity import this_process
-from broker.system.workers.fault import TracebackLog
 from envhub.domain import Domain, load_domains
 from envhub.episodes.rerun import TicketReruns
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
+from envhub.episodes.ticket_player import TicketPlayer
 from envhub.episodes.trial import trial
 from envhub.lengths.predictor import LengthPredictor
 from envhub.lengths.shared import LengthStore
@@ -41,13 +40,8 @@ from envhub.scheduling import slots
 from envhub.servers.generate import TurnGenerator
 from envhub.servers.sample import sample_size
 from envhub.servers.servers import ServerRoster
-from envhub.tally import HubMetrics
-from envhub.task import EpisodeFailed
-from envhub.tickets.assignment import assignment, task
-from envhub.tickets.attempts import AttemptNotes
-from envhub.tickets.early_scores import EarlyScores
-from envhub.tickets.feed import QueueTurns, TicketFeed
-from envhub.tickets.outbox import InHand, TicketOutbox
+from envhub.tickets.feed import TicketFeed
+from envhub.tickets.intake import TicketIntake
 from envhub.workers import sandboxed
 from envhub.workers.calls import EnvironmentCalls
 from envhub.workers.worker_pool import WorkerPools
@@ -57,8 +51,6 @@ from rlearner_text.tokenizer import Tokenizer
 log = logging.getLogger(__name__)
 
 TICK_S: Final = 0.25
-# of a ticket that another hub plays alone
-REDELIVERY_DELAY_S: Final = 30.0
 # for the last publishes and hand-backs
 FAREWELL_S: Final = 10.0
 # without any rollout server, before a drain waits no longer: nothing could be sampled
@@ -132,12 +124,15 @@ class EnvironmentHub:
             "domain", self.domains, self._broken_after, trial=self._trial, changed=member.poke
         )
         self.lengths = LengthStore(member.bus, self._predictors)
-        self.tally = HubMetrics()
-        self.queue_turns = QueueTurns(self.slots)
-        self.attempts = AttemptNotes(member.bus, member.id)
-        self.outbox = TicketOutbox(member, self.tally, self.attempts)
-        self._traces = TracebackLog()
-        self._in_hand: dict[str, InHand] = {}
+        self.intake = TicketIntake(
+            member,
+            self.domains,
+            episode_slots=self.slots,
+            health=self.health,
+            generator=self.generator,
+            clock=clock,
+            play=TicketPlayer(self.runners).play,
+        )
         self._addresses: set[str] = set()
         self._feeds: dict[str, list[asyncio.Task[None]]] = {}  # by domain
 
@@ -194,20 +189,14 @@ class EnvironmentHub:
             group_size = self.run_settings.eval.group_size
         return TicketFeed(
             self.member,
-            self.queue_turns,
+            self.intake.queue_turns,
             stream,
             domain=domain,
             group_size=group_size,
-            accept=self.accept,
-            in_hand=self._episodes_in_hand,
+            accept=self.intake.accept,
+            in_hand=self.intake.count_episodes,
             ready=partial(self._ready, domain),
             changed=self.servers.changed,
-        )
-
-    def _episodes_in_hand(self, stream: Stream) -> int:
-        assignments = [ticket.assignment for ticket in self._in_hand.values()]
-        return sum(
-            assignment.group_size for assignment in assignments if assignment.stream is stream
         )
 
     async def _drain(self) -> None:
@@ -221,10 +210,10 @@ class EnvironmentHub:
             served_at = now if self.servers.all() else served_at
             await asyncio.sleep(TICK_S / 5)
             self._tick()
-        self._perform(self.slots.expire())
+        self.intake.perform(self.slots.expire())
         await self.health.close()
         # before the connections close: what is not stored is played again elsewhere
-        await self.outbox.empty(FAREWELL_S)
+        await self.intake.outbox.empty(FAREWELL_S)
         if not ends_now:
             # a slow broker must not delay the end
             with suppress(TimeoutError):
@@ -232,11 +221,12 @@ class EnvironmentHub:
                     await self.lengths.exchange()
         await self.client.close()
         await self.runners.close()
-        if self.outbox.failure is not None:
-            raise self.outbox.failure
+        if self.intake.outbox.failure is not None:
+            raise self.intake.outbox.failure
 
     def _tick(self) -> None:
-        self._abandon_lapsed()
+        intake = self.intake
+        intake.abandon_lapsed()
         epoch = self.member.spec.epoch
         if self.member.spec is not self.spec:
             self._follow_spec()
@@ -245,24 +235,11 @@ class EnvironmentHub:
             for presence in (*self.servers.all(), *self.servers.learners())
             if presence.policy == wire.ACTOR and presence.epoch == epoch
         ]
-        self._perform(self.slots.advanced(max(versions, default=-1)))
-        self._perform(
-            self.slots.tick(
-                self.servers.clock.now(), idle=self.outbox.is_empty, left_s=self._left_s
-            )
-        )
+        intake.perform(self.slots.advanced(max(versions, default=-1)))
+        now = self.servers.clock.now()
+        intake.perform(self.slots.tick(now, idle=intake.outbox.is_empty, left_s=intake.left_s))
         if self._serves_someone(TICKETS) and not self.slots.draining:
             self.health.start_trials()
-
-    def _abandon_lapsed(self) -> None:
-        """Abandon the tickets that other hubs may play by now, before anything ends them."""
-        lapsed_keys = [key for key, ticket in self._in_hand.items() if ticket.delivery.has_lapsed]
-        if lapsed_keys:
-            log.warning(
-                "%d tickets abandoned: other hubs may play them, since this one did not run",
-                len(lapsed_keys),
-            )
-            self._perform(self.slots.abandon(lapsed_keys))
 
     def _count_hung(self) -> None:
         """Exit in good order when too many threads hang: a thread cannot be stopped.
@@ -281,6 +258,7 @@ class EnvironmentHub:
         """Adopt a new epoch: versions may be lower, and settings and domains other ones."""
         self.spec = self.member.spec
         self.run_settings = self.member.settings
+        self.intake.settings = self.member.settings
         # a run that resumed may be at a lower version than before
         self.slots.version = -1
         domains = load_domains(self.run_settings)
@@ -307,8 +285,9 @@ class EnvironmentHub:
         del self.domains[name]
         for feed in self._feeds.pop(name):
             feed.cancel()
-        keys = [key for key, ticket in self._in_hand.items() if ticket.assignment.domain == name]
-        self._perform(self.slots.hand_back(keys, 0.0, f"the run no longer has domain {name}"))
+        in_hand = self.intake.in_hand
+        keys = [key for key, ticket in in_hand.items() if ticket.assignment.domain == name]
+        self.intake.hand_back(keys, 0.0, f"the run no longer has domain {name}")
         self._retire(name)
 
     def _retire(self, name: str) -> None:
@@ -346,198 +325,6 @@ class EnvironmentHub:
             for name, domain in self.domains.items()
         }
 
-    # -- tickets in
-
-    def accept(self, stream: Stream, domain: str, delivery: Delivery) -> int:
-        """Take one delivery of a queue and return its group size; 0: not a ticket of that queue."""
-        message = delivery.message
-        if message is None or getattr(message, "domain", None) != domain:
-            problem = delivery.error or f"a ticket of another domain in the queue of {domain}"
-            self.outbox.refuse(stream, domain, delivery, problem)
-            return 0
-        ticket_assignment = assignment(message)
-        key = ticket_assignment.key
-        ticket = self._in_hand.get(key)
-        if ticket is not None:
-            # a redelivery: acknowledge the newest
-            ticket.delivery = delivery
-            return ticket_assignment.group_size
-        of_domain = self.domains[domain]
-        early = EarlyScores(
-            self.member.bus,
-            ticket_assignment,
-            of_domain.section,
-            wait_s=self.settings.score_wait_s,
-            judged=partial(self._judged, key),
-        )
-        ticket = InHand(ticket_assignment, delivery, of_domain, early)
-        # fetched just before the domain counted as broken
-        if not self.health.takes(domain):
-            self.outbox.hand_back(ticket, self.health.delay_s(domain), "its domain fails here")
-            return ticket_assignment.group_size
-        if stream is TICKETS and (traces := self.member.spans.traces) is not None:
-            traces.add(
-                "deliver",
-                ticket_assignment.number,
-                delivery.stored_at,
-                time.time(),
-                deliveries=delivery.num_delivered,
-            )
-        drop_late = self.run_settings.train.on_late == "drop"
-        self._in_hand[key] = ticket
-        job = ticket_assignment.job(
-            delivery.num_delivered,
-            drop_late=drop_late,
-            straggler_factor=of_domain.section.straggler_factor,
-        )
-        if delivery.num_delivered == 1:
-            self._perform(self.slots.offer(job, self.servers.clock.now()))
-            return ticket_assignment.group_size
-        self._perform(self.slots.hold(job))
-        if self._in_hand.get(key) is ticket:
-            self.member.spawn(self._judge(ticket))
-        return ticket_assignment.group_size
-
-    async def _judge(self, ticket: InHand) -> None:
-        """Begin a redelivered ticket, unless it has killed hubs."""
-        key = ticket.assignment.key
-        judgement = await self.attempts.judge(ticket.assignment, ticket.delivery.num_delivered)
-        if self._in_hand.get(key) is not ticket:
-            return
-        if judgement is None:
-            self._perform(
-                self.slots.hand_back([key], REDELIVERY_DELAY_S, "another hub plays it alone")
-            )
-            return
-        ticket.judgement = judgement
-        if judgement.poisonous:
-            detail = (
-                f"{judgement.deaths} hubs died while playing this ticket, "
-                "the last one while playing nothing else"
-            )
-            self._perform(self.slots.close_poisonous(key, detail))
-            return
-        if judgement.alone:
-            log.warning("%s may have killed %d hubs; playing it alone", key, judgement.deaths)
-        self._perform(self.slots.admit(key, self.servers.clock.now(), alone=judgement.alone))
-
-    async def _begin(self, ticket: InHand) -> None:
-        """Note that this hub plays a redelivered ticket, before its first episode."""
-        async with ticket.note_lock:
-            if ticket.judgement is not None and ticket.note_revision is None:
-                ticket.note_revision = await self.attempts.begin(
-                    ticket.assignment, ticket.judgement
-                )
-
-    # -- actions
-
-    def _perform(self, actions: list[slots.Action]) -> None:
-        for action in actions:
-            ticket = self._in_hand[action.key]
-            match action:
-                case slots.StartEpisode(key, episode, attempt):
-                    ticket.task_ids[episode] = f"{self.member.id}.{key}.{episode}.{attempt}"
-                    ticket.tasks[episode] = asyncio.create_task(
-                        self._play(key, ticket, episode, ticket.task_ids[episode])
-                    )
-                case slots.HurryEpisode(_, episode):
-                    self.generator.hurry(ticket.task_ids[episode])
-                case slots.AbortEpisode(_, episode):
-                    ticket.cut_lengths.append(
-                        self.generator.open.length(
-                            ticket.task_ids[episode], self.servers.clock.now()
-                        )
-                    )
-                    ticket.tasks.pop(episode).cancel()
-                case slots.FinishGroup(key, episodes):
-                    del self._in_hand[key]
-                    self.health.settled(ticket.domain.name, key)
-                    self.tally.add_lengths(
-                        [ticket.results[episode].num_tokens for episode in episodes],
-                        ticket.cut_lengths,
-                    )
-                    self.outbox.finish(ticket, [ticket.results[episode] for episode in episodes])
-                case slots.CloseTicket(key, reason, detail):
-                    del self._in_hand[key]
-                    self.health.settled(ticket.domain.name, key)
-                    self.outbox.close(ticket, reason, detail)
-                case slots.HandBack(key, delay_s, detail):
-                    del self._in_hand[key]
-                    self.outbox.hand_back(ticket, delay_s, detail)
-                case slots.AbandonTicket(key):
-                    del self._in_hand[key]
-                    self.outbox.abandon(ticket)
-        if actions:
-            self.queue_turns.poke()
-
-    def _left_s(self, key: str, episode: int) -> float:
-        return self.generator.open.left_s(
-            self._in_hand[key].task_ids[episode], self.servers.clock.now()
-        )
-
-    async def _play(self, key: str, ticket: InHand, episode: int, name: str) -> None:
-        groups_per_step = self.run_settings.train.groups_per_step
-        step = ticket.assignment.step(groups_per_step)
-        episode_task = task(ticket.assignment, ticket.domain, episode, name, step=step)
-
-        def sampled(oldest_version: int) -> None:
-            if self._in_hand.get(key) is ticket:
-                self._perform(self.slots.sampled(key, oldest_version))
-
-        try:
-            await self._begin(ticket)
-            result = await self.runners.play(episode_task, sampled)
-        except EpisodeFailed as error:
-            self._failed(key, ticket, episode, error)
-            return
-        except Exception as error:
-            # a bug of the hub must cost this episode only
-            log.exception("%s episode %d", key, episode)
-            self._failed(key, ticket, episode, EpisodeFailed("env", described(error)))
-            return
-        self.health.succeeded(ticket.domain.name)
-        if self._in_hand.get(key) is ticket:
-            self.tally.add(result)
-            ticket.results[episode] = result
-            ticket.tasks.pop(episode, None)
-            self._perform(self.slots.finished(key, episode))
-            # the last one is scored with its group, unless that waits for others anyway
-            if self._in_hand.get(key) is ticket or ticket.early.pending:
-                ticket.early.begin(result)
-            self.queue_turns.poke()
-
-    def _judged(self, key: str, episode: int, solved: bool) -> None:
-        self._perform(self.slots.judged(key, episode, solved=solved))
-
-    def _failed(self, key: str, ticket: InHand, episode: int, error: EpisodeFailed) -> None:
-        # a hub that did not run for long finds many calls too late
-        self._abandon_lapsed()
-        if self._in_hand.get(key) is not ticket:
-            return
-        self.tally.failures += 1
-        ticket.tasks.pop(episode, None)
-        domain = ticket.domain.name
-        delivery = ticket.delivery.num_delivered
-        if error.kind in slots.OF_THE_HOST:
-            self.health.failed(domain, key, delivery, error.detail)
-        is_own_fault = self.health.blames(domain, key, delivery)
-        actions = self.slots.failed(key, episode, error.kind, error.detail, own=is_own_fault)
-        problem = f"domain {domain}, {key} episode {episode} failed: {error.detail}"
-        if retry := self.slots.describe_retry(key, episode, actions):
-            problem += f"; {retry}"
-        self._traces.say(log, problem, error.trace)
-        self._perform(actions)
-        # groups without failures continue: if one ends well, the domain works after all
-        if not self.health.takes(domain):
-            keys = [
-                key
-                for key, ticket in self._in_hand.items()
-                if ticket.domain.name == domain and self.health.has_failed(domain, key)
-            ]
-            self._perform(
-                self.slots.hand_back(keys, self.health.delay_s(domain), "its domain fails here")
-            )
-
     async def _trial(self, domain: str, number: int) -> tuple[bool | None, str]:
         return await trial(
             self.runners, self.domains[domain], f"{self.member.id}.trial{number}.{domain}", number
@@ -548,7 +335,8 @@ class EnvironmentHub:
     def presence(self) -> wire.Presence:
         """Return what this hub publishes about itself."""
         base_s, each_s = self.runners.calls.curve.fit()
-        begun_tickets = [self._in_hand[key] for key in self.slots.begun if key in self._in_hand]
+        in_hand = self.intake.in_hand
+        begun_tickets = [in_hand[key] for key in self.slots.begun if key in in_hand]
         return wire.Presence(
             role="envhub",
             id=self.member.id,
@@ -575,7 +363,7 @@ class EnvironmentHub:
     def metrics(self) -> dict[str, float]:
         """Return this hub's metrics of the last second."""
         return {
-            **self.tally.report(),
+            **self.intake.tally.report(),
             **self.runners.lengths.calibration.report(),
             "process/cpu_s": time.process_time() + self.runners.worker_pools.cpu_s(),
             "envhub/running": self.slots.running,
