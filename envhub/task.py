@@ -62,7 +62,6 @@ class EpisodeResult:
     generate_s: float
     env_step_s: float
     frames: list[str]
-    oldest_version: int
 
     @property
     def num_tokens(self) -> int:

@@ -192,7 +192,6 @@ def _make_result(
     if response is None:
         response = session.record.last_response
     trajectories[-1] = msgspec.structs.replace(trajectories[-1], response=response, metrics=metrics)
-    versions = [version for sample in samples for version in sample.version_runs[::2]]
     return EpisodeResult(
         trajectories,
         prompt,
@@ -200,7 +199,6 @@ def _make_result(
         generate_s=session.generate_s,
         env_step_s=env_step_s,
         frames=[],
-        oldest_version=min(versions, default=-1),
     )
 
 

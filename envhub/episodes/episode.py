@@ -351,11 +351,6 @@ class Episode:
                 zip(self._conversations, parts, strict=True)
             )
         ]
-        versions = [
-            version
-            for conversation in self._conversations
-            for version in conversation.version_runs[::2]
-        ]
         env = self._env
         return EpisodeResult(
             trajectories,
@@ -364,5 +359,4 @@ class Episode:
             generate_s=self._generate_s,
             env_step_s=self._env_step_s,
             frames=self._frames,
-            oldest_version=min(versions, default=-1),
         )

@@ -167,8 +167,12 @@ class TurnAttempts:
         )
         if server is None:
             return AwaitServers(min(self._left_s, SERVERLESS_PAUSE_S))
-        is_group_home = bool(self.group) and not near and not self._sticky
-        return AskServer(server, self._request(), size, is_group_home)
+        return AskServer(
+            server,
+            self._request(),
+            size=size,
+            is_group_home=bool(self.group) and not near and not self._sticky,
+        )
 
     def find_room(self, waited_s: float, now: float) -> FindServers | GiveUp:
         """Go on after waiting for room, which does not count as the turn's time: a server that is

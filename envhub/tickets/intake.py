@@ -178,8 +178,7 @@ class TicketIntake:
 
     def left_s(self, key: str, episode: int) -> float:
         """Return for how long an episode's present turn is still expected to grow, 0 unknown."""
-        name = self.in_hand[key].task_ids[episode]
-        return self._generator.open.left_s(name, self._clock.now())
+        return self._generator.open.left_s(self.in_hand[key].task_ids[episode], self._clock.now())
 
     def perform(self, actions: list[slots.Action]) -> None:
         """Perform what the slots have decided."""

@@ -87,7 +87,7 @@ from broker.contract import wire
 from broker.contract.staleness import due_step, is_late
 from broker.errors import UserError
 from learner.algorithm.selection import num_kept
-from learner.credit.ticket_rules import TicketRules, next_domain, task_seed
+from learner.credit.ticket_rules import TicketRules, due_horizon, next_domain, task_seed
 
 ZERO_STD: Final = 1e-6
 # Closed: the broker no longer knows the ticket.
@@ -577,18 +577,14 @@ class Ledger:
         """Return the latest due step that keeps (*) of the module docstring."""
         if self.rules.on_late == "drop":
             return math.inf
-        places = self.rules.groups_per_step - len(self.state.taken) - 1
-        num_live = 0
-        for min_version in sorted(self._unplaced):
-            if not self._unplaced[min_version]:
-                del self._unplaced[min_version]
-                continue
-            due = due_step(min_version, self.rules.max_staleness)
-            num_live += self._unplaced[min_version]
-            if num_live > places + max(due - self.state.version, 0) * self.rules.groups_per_step:
-                # Its own tickets fill all places up to then: nothing due later may pass them.
-                return due
-        return math.inf
+        rules = self.rules
+        self._unplaced = +self._unplaced  # without versions of which no ticket is left
+        return due_horizon(
+            ((due_step(v, rules.max_staleness), self._unplaced[v]) for v in sorted(self._unplaced)),
+            places=rules.groups_per_step - len(self.state.taken) - 1,
+            version=self.state.version,
+            groups_per_step=rules.groups_per_step,
+        )
 
 
 def _domain_weights(rules: TicketRules) -> list[tuple[str, float]]:

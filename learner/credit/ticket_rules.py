@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import blake2b
@@ -127,6 +128,27 @@ def next_domain(domains: Sequence[DomainRule], issued: dict[str, int]) -> str:
         for rule, weight in zip(domains, weights, strict=True)
     ]
     return domains[deficits.index(max(deficits))].name
+
+
+def due_horizon(
+    dues: Iterable[tuple[int, int]], places: int, version: int, groups_per_step: int
+) -> float:
+    """Return the latest due step whose groups may be taken, so that all due earlier find room.
+
+    See (*) in ``learner.credit.ledger``.
+
+    Args:
+        dues: (step, number of tickets that are due in it and that no step has taken), by step.
+        places: free places of the current step after one more group.
+        version: number of the current step.
+    """
+    num_live = 0
+    for due, num_tickets in dues:
+        num_live += num_tickets
+        if num_live > places + max(due - version, 0) * groups_per_step:
+            # Its own tickets fill all places up to then: nothing due later may pass them.
+            return due
+    return math.inf
 
 
 def task_seed(run_seed: int, split: str, domain: str, task_index: int) -> int:

@@ -22,6 +22,7 @@ from typing import Final
 import numpy as np
 
 from broker.contract.staleness import due_step
+from learner.credit.ticket_rules import due_horizon
 from rlearner.advise.run_model import RunModel
 
 # Of one simulation, about 0.05 s; advice takes dozens of simulations.
@@ -368,16 +369,13 @@ class _Run:
         """Return the latest due step whose groups may be taken now, as the ledger decides."""
         if self.model.drops_late:
             return math.inf
-        places = self.model.groups_per_step - self.taken - 1
-        open_tickets = 0
-        for due in sorted(self.unplaced):
-            if not self.unplaced[due]:
-                del self.unplaced[due]
-                continue
-            open_tickets += self.unplaced[due]
-            if open_tickets > places + max(due - self.version, 0) * self.model.groups_per_step:
-                return due
-        return math.inf
+        self.unplaced = +self.unplaced  # without steps in which no ticket is due
+        return due_horizon(
+            sorted(self.unplaced.items()),
+            places=self.model.groups_per_step - self.taken - 1,
+            version=self.version,
+            groups_per_step=self.model.groups_per_step,
+        )
 
     def _complete(self) -> None:
         self.step_ends.append(self.now)

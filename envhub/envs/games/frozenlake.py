@@ -96,7 +96,7 @@ class FrozenLake(Environment):
         super().__init__(args)
         self._lake: Any = None
         self._painter: Any = None
-        self._cell = self._turns = self._invalid = 0
+        self._cell = self._turns = 0
 
     @classmethod
     def check(cls, args: FrozenLakeArgs) -> None:
@@ -124,7 +124,7 @@ class FrozenLake(Environment):
         self._lake.lastaction = None
         if self.args.is_slippery:
             self._lake.reset(seed=seed)  # seeds the ice
-        self._turns = self._invalid = 0
+        self._turns = 0
         return self._observe()
 
     def step(self, text: str) -> StepResult:
@@ -133,7 +133,6 @@ class FrozenLake(Environment):
         reward = -self.args.step_penalty
         is_done = False
         if letter is None:
-            self._invalid += 1
             reward -= self.args.format_penalty
         else:
             self._cell, gained, is_done = self._move(lakes.LETTERS.index(letter))
