@@ -204,9 +204,8 @@ class Hub:
         key = str(ticket.number)
         self.tickets[key] = ticket
         self.slots.release(ticket.group_size, 1)
-        self.perform(
-            self.slots.offer(GroupJob(key, ticket.group_size, ticket.min_group_size, 1e9), 0.0)
-        )
+        job = GroupJob(key, ticket.group_size, ticket.min_group_size, 1e9)
+        self.perform(self.slots.offer(job, 0.0))
 
     def perform(self, actions: list[slots.Action]) -> None:
         for action in actions:

@@ -29,7 +29,7 @@ from envhub.servers.turn_attempts import (
 
 NAMES = "abcd"
 FULL_VIEWS = 4  # a fleet that is full for ever is waited for for ever
-OUTCOMES = ["stop", "length", "abort", "deadline", "busy", "error", "excess", "silence"]
+OUTCOMES = ["stop", "length", "abort", "deadline", "busy", "busy", "error", "excess", "silence"]
 
 
 def server(name: str, version: int = 0, **load: Any) -> ServerLoad:
@@ -95,7 +95,7 @@ class Playthrough:
 
     def play(self) -> FinishTurn | GiveUp:
         decision: Decision = self.attempts.resume(self.now)
-        for _ in range(500):
+        for _ in range(150):
             match decision:
                 case FindServers():
                     assert self.now < self.until, "went on although its time is over"
