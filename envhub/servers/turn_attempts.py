@@ -91,7 +91,7 @@ Decision = FindServers | AskServer | AwaitRoom | AwaitServers | PauseTurn | Fini
 
 
 class TurnAttempts:
-    """The attempts to sample one turn, until it is complete, has failed too often or takes too long.
+    """The attempts to sample one turn, until it is complete, fails too often or takes too long.
 
     What an interrupted attempt has sampled is kept, and the next one continues it. If the sampling
     cannot be continued (``SamplingParams.is_resumable``), the next one starts over.
