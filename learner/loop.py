@@ -277,6 +277,8 @@ class TrainingLoop:
 
     async def _end_step(self) -> bool:
         """Complete the full step and begin the next; return False if a stop came first."""
+        if not await self._finish_first_evaluation():
+            return False
         waited_s = time.monotonic() - self._began
         completed = await self._consumer.complete()
         if completed is None:
@@ -315,6 +317,25 @@ class TrainingLoop:
         self._between_s = time.monotonic() - issued_at
         self._perform([action for action in actions if not isinstance(action, IssueTicket)])
         return True
+
+    async def _finish_first_evaluation(self) -> bool:
+        """Wait for the evaluation of version 0, if it runs; return False if a stop came first.
+
+        Servers keep only the newest weights: once version 1 is on offer, nothing measures
+        version 0. Later evaluations do not wait, because that would stop training every time.
+        """
+        if self._ledger.state.version or not self._evaluator.is_measuring(0):
+            return True
+        # The evaluation needs the rollout servers on the device.
+        await self._training.leave()
+        measured = asyncio.ensure_future(self._evaluator.wait_until_measured(0, self._stop.asked))
+        try:
+            events: set[asyncio.Future[Any]] = {measured, self._training.failed}
+            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            measured.cancel()
+            await asyncio.gather(measured, return_exceptions=True)
+        return not self._stop.asked.is_set()
 
     def _trace_record(self, ticket: int, endings: list[ForgetTicket]) -> None:
         """Send the ends of traced tickets, and note when the record of one was read."""

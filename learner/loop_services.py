@@ -152,6 +152,7 @@ async def open_services(
         transcripts=transcripts,
         opponents=evaluation.against,
         show=showcase.evaluated,
+        say=status.say_waiting,
     )
     await watch.refuse_if_fenced()
     await evaluator.open()

@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Literal
 
@@ -37,6 +38,7 @@ class Evaluator:
         transcripts: makes the texts of evaluated episodes.
         opponents: policies to evaluate whenever the actor is, on the same tasks.
         show: receives the actor's rows once they are in their file; blocks, called in a thread.
+        say: receives what training waits for, and an empty text when it goes on.
         every_s: seconds between two checks of the clock.
     """
 
@@ -52,6 +54,7 @@ class Evaluator:
         opponents: Sequence[str] = (),
         *,
         show: Callable[[int, list[dict[str, Any]]], None] = lambda step, rows: None,
+        say: Callable[[str], None] = lambda text: None,
         every_s: float = TICK_S,
     ) -> None:
         self._bus = bus
@@ -63,9 +66,10 @@ class Evaluator:
         self._transcripts = transcripts
         self._opponents = list(opponents)
         self._show = show
+        self._say = say
         self._every_s = every_s
         self._actors: dict[int, Evaluation] = {}  # by step, the last few
-        self._num_unsaved = 0  # evaluations whose episodes are not in the folder yet
+        self._unsaved: list[Evaluation] = []  # those whose episodes are not in the folder yet
         self._withdrawn: set[int] = set()  # numbers of expired tickets that may be in the stream
         self._issuer = TicketIssuer(bus, EVALTICKETS)
         self.completed: list[Evaluation] = []  # those that are not in the metrics yet, oldest first
@@ -78,7 +82,7 @@ class Evaluator:
     @property
     def busy(self) -> bool:
         """Whether an evaluation is running, or not written to its file yet."""
-        return bool(self._evaluations.pending or self._num_unsaved)
+        return bool(self._evaluations.pending or self._unsaved)
 
     def step_completed(self, step: int, last_step: int) -> None:
         """Begin the evaluations that are due after ``step`` optimizer steps."""
@@ -130,12 +134,33 @@ class Evaluator:
         if self._baseline:
             log.warning("no rollout server offers policy %s; it is not measured", self._baseline)
         while self.busy and not stop.is_set():
-            self._changed.clear()
-            try:
-                async with asyncio.timeout(self._every_s):
-                    await self._changed.wait()
-            except TimeoutError:
-                continue
+            await self._wait_for_change()
+
+    def is_measuring(self, step: int) -> bool:
+        """Return whether the actor's evaluation after this step runs, or is not in its file yet."""
+        return any(
+            evaluation.policy == ACTOR and evaluation.step == step
+            for evaluation in (*self._evaluations.pending, *self._unsaved)
+        )
+
+    async def wait_until_measured(self, step: int, stop: asyncio.Event) -> None:
+        """Wait for the actor's evaluation after this step and its file, or a stop.
+
+        It ends ``eval.timeout_s`` after its newest result at the latest.
+        """
+        while self.is_measuring(step) and not stop.is_set():
+            state, detail = self.progress(step)
+            if state == "running":
+                self._say(f"waiting for the evaluation after step {step}: {detail}")
+            await self._wait_for_change()
+        self._say("")
+
+    async def _wait_for_change(self) -> None:
+        """Wait until an evaluation is in its file, or for one tick."""
+        self._changed.clear()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(self._every_s):
+                await self._changed.wait()
 
     def _start_baseline(self, step: int) -> None:
         if self._baseline in self._offered():
@@ -247,13 +272,13 @@ class Evaluator:
             log.warning(
                 "evaluation of %s after step %d has no results: %s", policy, step, evaluation.closed
             )
-        # Counted until the file is written: ``drain`` waits for it.
-        self._num_unsaved += 1
+        # Listed until the file is written: ``drain`` waits for it.
+        self._unsaved.append(evaluation)
         rows = await self._disk_retry.in_thread(self._save_rows, evaluation)
         evaluation.rows.clear()
         if policy == ACTOR:
             await asyncio.to_thread(self._show, step, rows)
-        self._num_unsaved -= 1
+        self._unsaved.remove(evaluation)
         self._changed.set()
         await self._bus.trim_parts(EVALS, keep=self._evaluations.may_come)
 

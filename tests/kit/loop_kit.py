@@ -64,8 +64,10 @@ async def running_loop(bus: Bus, ledger: Ledger) -> AsyncIterator[asyncio.Task[b
     records = SimpleNamespace(began=AsyncMock(), consumed=AsyncMock(), completed=AsyncMock())
     giveup = MagicMock()
     giveup.failed.return_value = ""
+    evaluator = MagicMock()
+    evaluator.is_measuring.return_value = False
     loop = TrainingLoop(
-        bus, ledger, training, issuer=MagicMock(), evaluator=MagicMock(), metrics_writer=MagicMock(),
+        bus, ledger, training, issuer=MagicMock(), evaluator=evaluator, metrics_writer=MagicMock(),
         records=records, stop=Stop(),  # type: ignore[arg-type]
         resumed=RecoveryResult(), offer=lambda _: 0.0, fleet_values=dict, checkpoint=AsyncMock(), checkpoint_every=0,
         requested=asyncio.Event(), between_steps=AsyncMock(), failure_monitor=giveup, steps=ledger.rules.steps,
