@@ -156,6 +156,7 @@ async def open_services(
     )
     await watch.refuse_if_fenced()
     await evaluator.open()
+    await evaluator.restore(ledger.state.version, metrics_writer.evaluations_since)
     issuer = TicketIssuer(bus, TICKETS, gate.wait, member.spans.traces)
     timeout_s = seconds(settings.train.ticket_timeout_s)
     pools = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,7 @@ class EvaluationRow:
     task_index: int
     successes: tuple[bool, ...]
     rewards: tuple[float, ...]
+    versions: tuple[int, int] | None  # as in ``TaskResult``
     first: wire.Trajectory  # the first episode; the last of its trajectories if cut into several
     frames: list[str]  # of the first episode, for a replay; empty if the environment has none
 
@@ -50,6 +51,7 @@ class EvaluationRow:
             "task_index": self.task_index,
             "success": list(self.successes),
             "reward": list(self.rewards),
+            "versions": self.versions,
             "prompt": transcript.prompt,
             "text": transcript.text,
             "response": self.first.response,
@@ -77,8 +79,9 @@ class Evaluation:
         trajectories = final_trajectories(group)
         successes = tuple(trajectory.success for trajectory in trajectories)
         rewards = tuple(trajectory.reward for trajectory in trajectories)
+        versions = version_bounds([group])
         self.measured.append(
-            TaskResult(group.domain, group.task_index, successes, rewards, version_bounds([group]))
+            TaskResult(group.domain, group.task_index, successes, rewards, versions)
         )
         self.rows.append(
             EvaluationRow(
@@ -86,6 +89,7 @@ class Evaluation:
                 group.task_index,
                 successes,
                 rewards=rewards,
+                versions=versions,
                 first=trajectories[0],
                 frames=group.frames,
             )
@@ -95,13 +99,14 @@ class Evaluation:
         """Return the metrics, empty without results.
 
         They are ``eval/<name>`` for the actor, with avg@k and pass@k if tasks have several
-        episodes, and ``eval/<policy>/<name>`` for another policy.
+        episodes, and ``eval/<policy>/<name>`` for another policy. Their label is ``step``.
         """
         successes = [success for task in self.tries() for success in task]
         if not successes:
             return {}
         prefix = "eval" if self.policy == ACTOR else f"eval/{self.policy}"
         values = {
+            f"{prefix}/step": float(self.step),
             f"{prefix}/success_rate": sum(successes) / len(successes),
             f"{prefix}/reward_mean": sum(self.rewards()) / len(successes),
         }
@@ -116,7 +121,6 @@ class Evaluation:
         values |= {
             "eval/policy_version_min": float(min(oldest for oldest, _ in versions)),
             "eval/policy_version_max": float(max(newest for _, newest in versions)),
-            "eval/step": float(self.step),
             "eval/num_episodes": float(len(successes)),
             "eval/num_closed": float(sum(self.closed.values())),
         }
@@ -228,6 +232,18 @@ class EvaluationQueue:
         self.pending.append(Evaluation(step, policy, numbers, now_s, seen_waiting=len(numbers)))
         return tickets
 
+    def restore(self, step: int, policy: str, rows: Iterable[Mapping[str, Any]]) -> Evaluation:
+        """Return a finished evaluation from the rows of its file.
+
+        Raises:
+            KeyError, TypeError, ValueError: if a row is not as ``EvaluationRow.plain`` makes it.
+        """
+        evaluation = Evaluation(step, policy, waiting=set(), moved_s=0.0)
+        evaluation.measured = [_task_result(row) for row in rows]
+        if num_missing := len(self._tasks()) - len(evaluation.measured):
+            evaluation.closed["unknown"] = max(0, num_missing)
+        return evaluation
+
     def apply(self, record: wire.Group | wire.Closed) -> Evaluation | None:
         """Apply a ticket's first record, and return the evaluation that it completed."""
         evaluation = next(
@@ -282,3 +298,14 @@ class EvaluationQueue:
             for name in self._domains
             if index < counts[name]
         ]
+
+
+def _task_result(row: Mapping[str, Any]) -> TaskResult:
+    versions = row["versions"]
+    return TaskResult(
+        str(row["domain"]),
+        int(row["task_index"]),
+        successes=tuple(bool(success) for success in row["success"]),
+        rewards=tuple(float(reward) for reward in row["reward"]),
+        versions=None if versions is None else (int(versions[0]), int(versions[1])),
+    )

@@ -70,6 +70,7 @@ class Evaluator:
         self._every_s = every_s
         self._actors: dict[int, Evaluation] = {}  # by step, the last few
         self._unsaved: list[Evaluation] = []  # those whose episodes are not in the folder yet
+        self._restored: set[tuple[str, int]] = set()  # (policy, step), of an earlier learner
         self._withdrawn: set[int] = set()  # numbers of expired tickets that may be in the stream
         self._issuer = TicketIssuer(bus, EVALTICKETS)
         self.completed: list[Evaluation] = []  # those that are not in the metrics yet, oldest first
@@ -86,9 +87,12 @@ class Evaluator:
 
     def step_completed(self, step: int, last_step: int) -> None:
         """Begin the evaluations that are due after ``step`` optimizer steps."""
-        if self._evaluations.due(step, last_step) and not self.has_begun(step):
-            self.start(step, ACTOR, min_version=step)
+        if self._evaluations.due(step, last_step):
+            if not self.has_begun(step):
+                self.start(step, ACTOR, min_version=step)
             for policy in self._opponents:
+                if (policy, step) in self._restored:
+                    continue
                 if policy in self._offered():
                     self.start(step, policy, min_version=0)
                 else:
@@ -128,6 +132,58 @@ class Evaluator:
         """Withdraw the tickets of an earlier learner; only the holder of the run may."""
         # Hubs would run them before this learner's.
         await self._bus.trim(EVALTICKETS, await self._bus.last_seq(EVALTICKETS) + 1)
+
+    async def restore(
+        self, version: int, written_since: Callable[[int], set[tuple[str, int]]]
+    ) -> None:
+        """Take over what an earlier learner has finished, so that nothing is measured twice.
+
+        Files of later steps are removed: their policies are trained again.
+
+        Args:
+            version: of the policy with which this learner begins.
+            written_since: returns (policy, step) of the evaluations in the metrics' lines from a
+                step on; reads a file. Other results go into the next line.
+        """
+        finished = await asyncio.to_thread(self._read_files, version)
+        first_step = min((result.step for result in finished), default=0)
+        written = await asyncio.to_thread(written_since, first_step) if finished else set()
+        for result in finished:
+            label = (result.policy, result.step)
+            self._restored.add(label)
+            if result.policy == ACTOR:
+                self._actors[result.step] = result
+            if label not in written:
+                self.completed.append(result)
+
+    def _read_files(self, version: int) -> list[Evaluation]:
+        """Return the newest evaluations up to a version, oldest first, and remove later ones."""
+        steps: dict[int, list[tuple[Path, str]]] = {}
+        for path in self._folder.glob("*-step-*.jsonl"):
+            policy, _, number = path.stem.rpartition("-step-")
+            if not number.isdecimal():
+                continue
+            step = int(number)
+            if step > version:
+                log.info("the evaluation after step %d is measured again with its step", step)
+                path.unlink()
+                continue
+            if policy == self._baseline:
+                self._baseline = ""
+            steps.setdefault(step, []).append((path, policy))
+        finished = []
+        for step in sorted(steps)[-ACTORS_KEPT:]:
+            for path, policy in sorted(steps[step]):
+                try:
+                    rows = [json.loads(row) for row in path.read_bytes().splitlines()]
+                    evaluation = self._evaluations.restore(step, policy, rows)
+                except (OSError, ValueError, KeyError, TypeError) as error:
+                    # An earlier version has written it, or it is damaged.
+                    log.warning("%s is measured again: %r", path.name, error)
+                    continue
+                if evaluation.measured:
+                    finished.append(evaluation)
+        return finished
 
     async def drain(self, stop: asyncio.Event) -> None:
         """Wait for running evaluations, ``eval.timeout_s`` at most, and their files, or a stop."""

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, Final
 import numpy as np
 
 from broker.contract import wire
+from broker.contract.wire import ACTOR
 from broker.system.private_files import open_private, replace, sync
 from learner.algorithm.episodes import episode_rewards, final_trajectories
 from learner.credit.ledger import Ledger, is_zero_variance
@@ -256,6 +257,55 @@ def _rows_from_end(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
         yield from reversed(complete_rows)
     if not is_torn:
         yield len(partial_row) + 1, partial_row
+
+
+def label_name(name: str) -> str:
+    """Return the metric that holds the step of another: of an evaluation, when it began."""
+    parts = name.split("/")
+    if parts[0] != "eval":
+        return "step"
+    is_other_policy = len(parts) > 2 and parts[1] != "domain"
+    return f"eval/{parts[1]}/step" if is_other_policy else "eval/step"
+
+
+def step_of(line: Mapping[str, float], name: str) -> int:
+    """Return the step that a line's value belongs to.
+
+    An evaluation stands in the line of a later step: it takes longer than the step after which it
+    began.
+    """
+    return int(line.get(label_name(name), line["step"]))
+
+
+def values_by_step(line: Mapping[str, float]) -> dict[int, dict[str, float]]:
+    """Return the metrics of a line by the step that they belong to; the line's own come first."""
+    values: dict[int, dict[str, float]] = {int(line["step"]): {}}
+    for name, value in line.items():
+        if name not in ("step", "time"):
+            values.setdefault(step_of(line, name), {})[name] = value
+    return values
+
+
+def evaluations_since(path: Path, step: int) -> set[tuple[str, int]]:
+    """Return (policy, step) of the evaluations in lines of this step or later ones."""
+    evaluations: set[tuple[str, int]] = set()
+    if not path.exists():
+        return evaluations
+    with path.open("rb") as file:
+        for _, row in _rows_from_end(file):
+            try:
+                line = json.loads(row)
+                is_earlier = line["step"] < step
+            # A damaged line, which no reader reads.
+            except (ValueError, TypeError, KeyError):
+                continue
+            if is_earlier:
+                break
+            for name, value in line.items():
+                parts = name.split("/")
+                if parts[0] == "eval" and parts[-1] == "step":
+                    evaluations.add((parts[1] if len(parts) > 2 else ACTOR, int(value)))
+    return evaluations
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

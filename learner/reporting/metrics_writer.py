@@ -19,7 +19,13 @@ from broker.runtime.process import Stop
 from learner.credit.ledger import Ledger
 from learner.disk_retry import DiskRetry
 from learner.reporting.fleet_figures import NAMES, fleet_figures
-from learner.reporting.metrics import MetricsFile, count_tickets, finite_values
+from learner.reporting.metrics import (
+    MetricsFile,
+    count_tickets,
+    evaluations_since,
+    finite_values,
+    values_by_step,
+)
 from learner.reporting.showcase import EpisodeShowcase
 from learner.reporting.trackers import TrackerGroup
 from learner.reporting.training_signals import TrainingWarnings
@@ -57,6 +63,7 @@ class MetricsWriter:
         self._trackers = trackers
         self._figures = stop.figures
         self.showcase = showcase
+        self._path = path
         self._file = MetricsFile(path, last_step)
         self._disk_retry = DiskRetry(path.parent, stop, "training waits", say)
         self._depths = {f"queue/{stream.name}/depth": 0.0 for stream in (*QUEUES, SAMPLES)}
@@ -78,14 +85,18 @@ class MetricsWriter:
             fleet |= fleet_figures(role, self._roster.alive(role))
         return head | finite_values(values) | count_tickets(self._ledger) | fleet | self._depths
 
+    def evaluations_since(self, step: int) -> set[tuple[str, int]]:
+        """Return (policy, step) of the evaluations in lines of this step or later; reads a file."""
+        return evaluations_since(self._path, step)
+
     async def write(self, line: dict[str, float]) -> None:
         """Write a composed line to the file, the trackers, the log and the live view."""
         step = int(line["step"])
         row: dict[str, Any] = line | {"step": step, "policy_version": step}
         row |= {name: int(value) for name, value in line.items() if name.startswith("ticket/")}
         await self._disk_retry.in_thread(self._file.write, row)
-        tracked = {name: value for name, value in line.items() if name not in ("step", "time")}
-        await asyncio.to_thread(self._trackers.log, step, tracked)
+        for label, values in values_by_step(line).items():
+            await asyncio.to_thread(self._trackers.log, label, values)
         await asyncio.to_thread(self.showcase.step_completed, step)
         self.newest = line
         metric_of = {
@@ -93,6 +104,7 @@ class MetricsWriter:
             "success": "env/success_rate",
             "staleness": "staleness/max",
             "evaluated": "eval/success_rate",
+            "evaluated_after_step": "eval/step",
         }
         extra = {name: round(line[key], 3) for name, key in metric_of.items() if key in line}
         log.info("step %d of %d", step, self._ledger.rules.steps, extra=extra)

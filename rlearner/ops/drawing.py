@@ -10,7 +10,7 @@ from typing import Any
 
 from broker.errors import UserError
 from broker.system.visible_text import visible_json
-from learner.reporting.metrics import read_lines
+from learner.reporting.metrics import read_lines, step_of
 from learner.reporting.showcase import render_episode
 from learner.run_folder import find_run
 
@@ -107,11 +107,9 @@ def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
 
 
 def metric_curve(lines: list[Row], name: str) -> tuple[list[int], list[float]]:
-    """Return steps and values of one metric; an evaluation counts at the step that it measured."""
+    """Return steps and values of one metric; an evaluation counts at its own step."""
     rows = [line for line in lines if name in line]
-    key = "eval/step" if name.startswith("eval/") else "step"
-    steps = [int(row[key] if key in row else row["step"]) for row in rows]
-    return steps, [row[name] for row in rows]
+    return [step_of(row, name) for row in rows], [row[name] for row in rows]
 
 
 def domains_of(lines: list[Row]) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from learner.credit import ledger_file, ledger_segments
-from learner.reporting.metrics import read_lines
+from learner.reporting.metrics import read_lines, step_of
 from rlearner.ops.drawing import Row, baseline_rates, draw_rewards, render_before_and_after
 from rlearner.up.failed_groups import NO_FAULT, by_reason
 from rlearner.up.live_state import format_duration
@@ -88,7 +88,7 @@ def _summary_lines(
     texts = ["", f"{last['step']} steps in {format_duration(seconds)}"]
     if evals:
         rates = ", ".join(
-            f"{line['eval/success_rate']:.3f} after step {line.get('eval/step', line['step']):.0f}"
+            f"{line['eval/success_rate']:.3f} after step {step_of(line, 'eval/success_rate')}"
             for line in evals
         )
         texts.append(f"success on held-out tasks: {rates}")

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from broker.contract import wire
 from broker.system.reminders import Reminders
+from learner.reporting.metrics import step_of
 from learner.reporting.training_signals import TrainingWarnings
 from rlearner.advise.follow import StepHistory
 from rlearner.up.failed_groups import FailedGroups
@@ -47,7 +48,8 @@ class LiveRunState:
     line: dict[str, float] = field(default_factory=dict)  # the newest line of metrics.jsonl
     rewards: list[float] = field(default_factory=list)
     successes: list[float] = field(default_factory=list)
-    evals: list[tuple[int, float]] = field(default_factory=list)  # (step, success rate)
+    # (step after which it began, success rate)
+    evals: list[tuple[int, float]] = field(default_factory=list)
     baselines: dict[str, float] = field(default_factory=dict)  # policy to success rate
     processes: dict[str, wire.Presence] = field(default_factory=dict)
     live: dict[str, wire.Metrics] = field(default_factory=dict)  # newest metrics of each process
@@ -82,7 +84,8 @@ class LiveRunState:
         self.rewards.append(values["reward/mean"])
         self.successes.append(values.get("env/success_rate", math.nan))
         if "eval/success_rate" in values:
-            self.evals.append((step, values["eval/success_rate"]))
+            label = step_of(values, "eval/success_rate")
+            self.evals.append((label, values["eval/success_rate"]))
         for name, value in values.items():
             parts = name.split("/")
             if len(parts) == 3 and parts[0] == "eval" and parts[2] == "success_rate":
@@ -157,7 +160,9 @@ class LiveRunState:
             f"{get('perf/samples_per_s', 0):.1f} samples/s",
         ]
         if "eval/success_rate" in self.line:
-            parts.append(f"eval success {self.line['eval/success_rate']:.3f}")
+            rate = self.line["eval/success_rate"]
+            label = step_of(self.line, "eval/success_rate")
+            parts.append(f"eval success {rate:.3f} after step {label}")
         if self.failures.total:
             parts.append(f"failed groups {self.failures.total}")
         if (eta := self.eta_s()) is not None:

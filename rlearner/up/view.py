@@ -69,7 +69,7 @@ def figures_table(board: LiveRunState) -> RenderableType:
     table.add_column(style="cyan")
     table.add_row("reward", f"{get('reward/mean', 0):.3f}", sparkline(board.rewards))
     table.add_row("success rate", f"{get('env/success_rate', 0):.3f}", sparkline(board.successes))
-    rates = [f"{rate:.3f} at {step}" for step, rate in board.evals[-4:]]
+    rates = [f"{rate:.3f} after step {step}" for step, rate in board.evals[-4:]]
     rates += [f"{name} {rate:.3f}" for name, rate in sorted(board.baselines.items())]
     newest = f"{board.evals[-1][1]:.3f}" if board.evals else "-"
     table.add_row("evaluation", newest, "  ".join(rates))

@@ -38,15 +38,21 @@ class LateHub(fleet.Hub):
     It waits until training cannot go on: version 1 is on offer, or the learner says that it waits.
     """
 
-    def __init__(self, bus: Bus, *, is_late: bool = True) -> None:
+    def __init__(self, bus: Bus, *, is_late: bool = True, plays: bool = True) -> None:
         super().__init__(bus, train_answer)
         self.may_play = asyncio.Event()
         self.is_waiting = asyncio.Event()
+        self.plays = plays
         if not is_late:
             self.may_play.set()
 
     async def _serve(self) -> None:
         await asyncio.gather(super()._serve(), self._watch_phase(), self._watch_offers())
+
+    async def stop_learner(self, stop: Stop) -> None:
+        """Stop the learner once it waits."""
+        await self.is_waiting.wait()
+        stop.request("test")
 
     async def _watch_phase(self) -> None:
         async for metrics in watch_metrics(self.bus, "learner"):
@@ -67,6 +73,8 @@ class LateHub(fleet.Hub):
                 assert isinstance(ticket, wire.EvalTicket)
                 self.eval_tickets.append(ticket)
                 await self.may_play.wait()
+                if not self.plays:
+                    continue
                 version = await offered_version(self.bus, ticket.min_version)
                 episode = fleet.trajectory(0, 1.0, version, ticket.number)
                 group = fleet.made_up_hub.group(
@@ -77,7 +85,7 @@ class LateHub(fleet.Hub):
 
 
 async def serve(bus: Bus, url: str, config: dict[str, Any], hub: LateHub) -> None:
-    async with hub, asyncio.timeout(240):
+    async with hub, asyncio.timeout(400):
         await serve_learner(config, url, Stop(), connect_deadline_s=60)
 
 
@@ -100,3 +108,33 @@ async def test_first_evaluation_is_played_by_version_0_alone(
     assert evaluated(tmp_path / run_name) == [(0, 0, 0), (2, 2, 2)]
     rows = read_lines(tmp_path / run_name / "metrics.jsonl")
     assert [row["step"] for row in rows if "eval/step" in row] == [1, 2]
+
+
+async def test_restart_repeats_no_evaluation(
+    bus: Bus, broker_url: str, run_name: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / run_name
+
+    def config(steps: int) -> dict[str, Any]:
+        return fleet.config(
+            str(tmp_path), run_name, eval=EVALUATION, train={"steps": steps, "max_staleness": 4}
+        )
+
+    # A stop ends the wait, and version 0 stays on offer.
+    stop = Stop()
+    hub = LateHub(bus, plays=False)
+    async with hub, asyncio.timeout(400):
+        stopping = asyncio.create_task(hub.stop_learner(stop))
+        await serve_learner(config(2), broker_url, stop, connect_deadline_s=60)
+        await stopping
+        assert await offered_version(bus, 0) == 0
+    assert read_lines(folder / "metrics.jsonl") == []
+
+    hub = LateHub(bus, is_late=False)
+    await serve(bus, broker_url, config(2), hub)
+    assert evaluated(folder) == [(0, 0, 0), (2, 2, 2)]
+
+    hub = LateHub(bus, is_late=False)
+    await serve(bus, broker_url, config(3), hub)
+    assert {ticket.eval_step for ticket in hub.eval_tickets} == {3}
+    assert evaluated(folder) == [(0, 0, 0), (2, 2, 2), (3, 3, 3)]

@@ -27,8 +27,16 @@ class WandB:
             project=project, name=run, dir=str(folder), config=dict(config), **settings
         )
 
+        # An evaluation stands in the row of a later step.
+        self._run.define_metric("eval/*", step_metric="eval/step")
+        self._newest_step = 0
+
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+        if step < self._newest_step:
+            self._add(values)
+        else:
+            self._newest_step = step
+            self._run.log(dict(values), step=step)
 
     def texts(self, step: int, texts: Mapping[str, str]) -> None:
         pages = {

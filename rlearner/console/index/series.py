@@ -6,6 +6,7 @@ import sqlite3
 from collections.abc import Sequence
 from typing import Final
 
+from learner.reporting.metrics import label_name
 from rlearner.console.index.answers import Series
 
 MAX_STEP: Final = 2**62
@@ -65,9 +66,10 @@ def series(
         if not times:
             times = dict(_all_points(connection, "time", first_step, until))
         steps = [step for step, _ in points]
+        labels = _labels_of(connection, name, first_step, until)
         series_by_name[name] = Series(
             name,
-            steps,
+            [labels.get(step, step) for step in steps],
             [times.get(step, 0.0) for step in steps],
             [value for _, value in points],
             total,
@@ -104,6 +106,14 @@ def _all_points(
     return connection.execute(
         f"SELECT step, value {_OF} ORDER BY step", (name, first, last)
     ).fetchall()
+
+
+def _labels_of(connection: sqlite3.Connection, name: str, first: int, last: int) -> dict[int, int]:
+    """Return the step after which an evaluation began, by the step whose line has it."""
+    label = label_name(name)
+    if label == "step":
+        return {}
+    return {step: int(value) for step, value in _all_points(connection, label, first, last)}
 
 
 def step_at(connection: sqlite3.Connection, time: float) -> int:

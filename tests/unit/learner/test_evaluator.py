@@ -24,7 +24,7 @@ from learner.config import EvalSection
 from learner.disk_retry import DiskRetry
 from learner.evaluation.evaluation import Evaluation, EvaluationQueue
 from learner.evaluation.evaluator import Evaluator
-from learner.reporting.transcripts import TranscriptFactory
+from learner.reporting.transcripts import Transcript, TranscriptFactory
 from rlearner.evaluate.run import wait_until_measured
 
 
@@ -189,6 +189,7 @@ def test_two_policies_on_the_same_tasks() -> None:
     # one task came to nothing
     theirs = won("old", 10, (0, [True, False]), (1, [False, False]), (2, [True, True]))
     assert theirs.values() == {
+        "eval/old/step": 10.0,
         "eval/old/success_rate": 0.5,
         "eval/old/reward_mean": 0.5,
         "eval/old/domain/lake/success_rate": 0.5,
@@ -236,6 +237,64 @@ async def test_others_are_measured_whenever_the_actor_is_and_shown_beside_it(
     assert (shown["eval/success_rate"], shown["eval/old/success_rate"]) == (0.5, 0.0)
     assert (shown["eval/old/actor_ahead"], shown["eval/old/actor_ahead_stderr"]) == (0.5, 0.5)
     assert made.take(last=True) == {}
+
+
+def write_file(folder: Path, evaluation: Evaluation) -> None:
+    rows = [row.plain(Transcript("p", "t", 1.0, success=True)) for row in evaluation.rows]
+    folder.mkdir(exist_ok=True)
+    name = f"{evaluation.policy}-step-{evaluation.step:06d}.jsonl"
+    (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+async def test_restart_repeats_no_evaluation(tmp_path: Path) -> None:
+    """It continues after step 20; its metrics have the first evaluation alone."""
+    folder = tmp_path / "evals"
+    start = won("actor", 0, (0, [False]), (1, [False]))
+    newest = won("actor", 20, (0, [True]), (1, [False]))
+    opponent = won("old", 20, (0, [False]), (1, [False]))
+    lost = won("actor", 30, (0, [True]), (1, [True]))
+    for evaluation in (start, newest, opponent, lost, won("random", 0, (0, [False]))):
+        write_file(folder, evaluation)
+    (folder / "actor-step-000010.jsonl").write_text('{"domain": "lake"}\n')  # damaged
+    evaluations = EvaluationQueue(
+        EvalSection(tasks=3, every_steps=10, timeout_s=600),
+        {"lake": DomainSection(env="lake", deadline_s=9)},
+        seed=1,
+    )
+    roster: Any = Offers("actor", "old", "random")
+    log: Any = Log()
+    evaluating = Evaluator(
+        log,
+        evaluations,
+        roster,
+        folder,
+        "random",
+        DiskRetry(tmp_path, Stop(), "x"),
+        TranscriptFactory(ModelSection(), tmp_path),
+        ["old"],
+    )
+    since = []
+
+    def written_since(step: int) -> set[tuple[str, int]]:
+        since.append(step)
+        return {("actor", 0), ("random", 0)}
+
+    await evaluating.restore(20, written_since)
+    assert since == [0]
+    evaluating.step_completed(20, 40)
+    assert evaluations.pending == []
+    assert not (folder / "actor-step-000030.jsonl").exists()
+    assert evaluating.progress(20) == ("done", "success rate 0.5000 on 2 episodes")
+    assert evaluating.take(last=False) == newest.values() | opponent.values() | {
+        "eval/num_closed": 1.0,
+        "eval/old/actor_ahead": 0.5,
+        "eval/old/actor_ahead_stderr": 0.5,
+    }
+    evaluating.step_completed(30, 40)
+    assert [(item.policy, item.step) for item in evaluations.pending] == [
+        ("actor", 30),
+        ("old", 30),
+    ]
 
 
 async def test_a_stop_on_a_full_disk_is_told(

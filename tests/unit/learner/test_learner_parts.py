@@ -250,7 +250,7 @@ def test_a_baseline_and_an_evaluation_that_takes_too_long() -> None:
     assert late.values() == dict.fromkeys(
         [
             f"eval/random/{name}"
-            for name in ("success_rate", "reward_mean", "domain/lake/success_rate")
+            for name in ("step", "success_rate", "reward_mean", "domain/lake/success_rate")
         ],
         0.0,
     )

@@ -17,9 +17,12 @@ from learner.reporting.fleet_figures import fleet_figures
 from learner.reporting.metrics import (
     MetricsFile,
     count_tickets,
+    evaluations_since,
     finite_values,
     read_lines,
     step_metrics,
+    step_of,
+    values_by_step,
 )
 
 
@@ -221,6 +224,37 @@ def test_an_earlier_incarnation_writes_its_metrics_into_the_void(tmp_path: Path)
     earlier.close()
     file.close()
     assert read_lines(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_evaluation_belongs_to_the_step_after_which_it_began(tmp_path: Path) -> None:
+    line = {
+        "step": 4,
+        "time": 9.0,
+        "reward/mean": 0.5,
+        "eval/step": 0.0,
+        "eval/success_rate": 0.25,
+        "eval/domain/lake/success_rate": 0.25,
+        "eval/random/step": 1.0,
+        "eval/random/success_rate": 0.125,
+    }
+    assert values_by_step(line) == {
+        4: {"reward/mean": 0.5},
+        0: {
+            "eval/step": 0.0,
+            "eval/success_rate": 0.25,
+            "eval/domain/lake/success_rate": 0.25,
+        },
+        1: {"eval/random/step": 1.0, "eval/random/success_rate": 0.125},
+    }
+    # of `rlearner sft`
+    assert step_of({"step": 3, "eval/loss": 0.5}, "eval/loss") == 3
+    path = tmp_path / "metrics.jsonl"
+    assert evaluations_since(path, 0) == set()
+    later = {"step": 13, "eval/step": 10.0, "eval/success_rate": 0.5}
+    rows = [line, {"step": 5}, later, {"step": 14}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows) + "damaged\n")
+    assert evaluations_since(path, 4) == {("actor", 0), ("random", 1), ("actor", 10)}
+    assert evaluations_since(path, 5) == {("actor", 10)}
 
 
 def test_a_line_is_json_of_finite_numbers(tmp_path: Path) -> None:

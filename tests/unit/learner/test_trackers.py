@@ -58,6 +58,9 @@ class Recorder:
     def log(self, values: dict[str, Any], step: int | None = None, *, commit: bool = True) -> None:
         self.calls.append(("log", (step, values)))
 
+    def define_metric(self, name: str, step_metric: str) -> None:
+        self.axis = name, step_metric
+
     def finish(self) -> None:
         self.calls.append(("finish", None))
 
@@ -169,6 +172,29 @@ def test_extras_hand_on_what_they_get(
     assert [call[1] for call in recorder.calls[1:4]] == [(4, {"reward/mean": 0.5}), *LATER[name]]
     step, values = recorder.calls[4][1]
     assert (step, plain(values)) == TABLES[name]
+
+
+def test_wandb_row_of_a_later_step_takes_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W&B drops what is logged for a step before the newest."""
+    recorder = Recorder()
+    module = types.ModuleType("wandb")
+    module.init = recorder.init  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    monkeypatch.delitem(sys.modules, "learner.reporting.trackers.wandb", raising=False)
+    trackers = TrackerGroup(TrackersSection(use=["wandb"]), tmp_path, "demo", {})
+    trackers.log(4, {"reward/mean": 0.5})
+    trackers.log(0, {"eval/step": 0.0, "eval/success_rate": 0.25})
+    trackers.log(5, {"reward/mean": 0.75})
+    trackers.close()
+    monkeypatch.delitem(sys.modules, "learner.reporting.trackers.wandb")
+    assert recorder.axis == ("eval/*", "eval/step")
+    assert [content for kind, content in recorder.calls if kind == "log"] == [
+        (4, {"reward/mean": 0.5}),
+        (None, {"eval/step": 0.0, "eval/success_rate": 0.25}),
+        (5, {"reward/mean": 0.75}),
+    ]
 
 
 class Broken:

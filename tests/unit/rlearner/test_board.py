@@ -59,11 +59,19 @@ def test_other_processes_never_change_the_step() -> None:
 def test_evaluations_and_baselines() -> None:
     board = LiveRunState("r", total_steps=10)
     board.take(
-        line(2, 0.1, **{"eval/success_rate": 0.25, "eval/random/success_rate": 0.02}), now=1.0
+        line(
+            4,
+            0.1,
+            **{"eval/success_rate": 0.25, "eval/step": 0.0, "eval/random/success_rate": 0.02},
+        ),
+        now=1.0,
     )
-    assert board.evals == [(2, 0.25)]
+    assert board.evals == [(0, 0.25)]
     assert board.baselines == {"random": 0.02}
-    assert "eval success 0.250" in board.plain()
+    assert "eval success 0.250 after step 0" in board.plain()
+    screen = io.StringIO()
+    Console(file=screen, width=200).print(draw_screen(board, [], LOGS))
+    assert "0.250 after step 0" in screen.getvalue()
 
 
 def test_the_screen_names_every_process() -> None:

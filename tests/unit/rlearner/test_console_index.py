@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import stat
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,15 @@ async def test_series_are_the_values_of_metrics_jsonl(run: Path) -> None:
         assert one.times == [row["time"] for row in rows]
     assert queries.metric_names("TICKET tr") == ["ticket/trained"]
     assert queries.last_values(["ticket/trained"]) == {"ticket/trained": rows[-1]["ticket/trained"]}
+
+
+async def test_evaluations_are_drawn_at_their_own_step(run: Path) -> None:
+    path = run / "metrics.jsonl"
+    rows = read_lines(path)
+    rows[-1] |= {"eval/step": 1.0, "eval/success_rate": 0.25}
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    curve = built(run).series(["eval/success_rate"])["eval/success_rate"]
+    assert (curve.steps, curve.times, curve.values) == ([1], [rows[-1]["time"]], [0.25])
 
 
 async def test_trajectories_are_found_by_what_they_are(run: Path) -> None:
