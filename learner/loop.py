@@ -293,7 +293,8 @@ class TrainingLoop:
         self.boundary = self._ledger.dump()
         trained_at = time.time()
         await self._records.completed(completed.entries, result.tickets, actions, result.tokens)
-        copy_s = await self._offer_if_current()
+        # A last version is offered though rules that follow it in the log are never read.
+        copy_s = await (self._offer_version() if self._is_done else self._offer_if_current())
         self._trace_step(
             [entry.number for entry in completed.entries],
             trained_at - result.busy_s,
@@ -326,6 +327,8 @@ class TrainingLoop:
         """
         if self._ledger.state.version or not self._evaluator.is_measuring(0):
             return True
+        # A resumed learner may have a whole step in the log, and has not offered its version.
+        await self._offer_version()
         # The evaluation needs the rollout servers on the device.
         await self._training.leave()
         measured = asyncio.ensure_future(self._evaluator.wait_until_measured(0, self._stop.asked))
@@ -386,8 +389,14 @@ class TrainingLoop:
 
     async def _offer_if_current(self) -> float:
         """Offer a new version once the log is read; return the seconds that this took."""
+        if self._ledger.state.position < self._catch_up_to:
+            return 0.0
+        return await self._offer_version()
+
+    async def _offer_version(self) -> float:
+        """Offer the version unless it is on offer; return the seconds that this took."""
         version = self._ledger.state.version
-        if version == self._offered or self._ledger.state.position < self._catch_up_to:
+        if version == self._offered:
             return 0.0
         self._offered = version
         return await self._training.call(lambda: self._offer(version))

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import learner_fleet as fleet
+from waits import LONG_S
 
 from broker.contract import wire
 from broker.contract.streams import EVALS, EVALTICKETS, WEIGHTS
@@ -24,10 +25,10 @@ def train_answer(ticket: wire.Ticket) -> list[wire.Message | bytes]:
     return [fleet.group(ticket, ticket.min_version)]
 
 
-async def offered_version(bus: Bus, at_least: int) -> int:
+async def offered_version(bus: Bus, at_least: int, epoch: int) -> int:
     async for offer in bus.watch_last(WEIGHTS):
         assert isinstance(offer, wire.WeightsOffer)
-        if offer.version >= at_least:
+        if offer.epoch >= epoch and offer.version >= at_least:
             return offer.version
     raise AssertionError("no offer")
 
@@ -36,10 +37,16 @@ class LateHub(fleet.Hub):
     """Plays evaluated tasks as a server does: by the newest weights. It is late with the first.
 
     It waits until training cannot go on: version 1 is on offer, or the learner says that it waits.
+
+    Args:
+        epoch: of the learner whose weights its server can load.
     """
 
-    def __init__(self, bus: Bus, *, is_late: bool = True, plays: bool = True) -> None:
+    def __init__(
+        self, bus: Bus, epoch: int = 1, *, is_late: bool = True, plays: bool = True
+    ) -> None:
         super().__init__(bus, train_answer)
+        self.epoch = epoch
         self.may_play = asyncio.Event()
         self.is_waiting = asyncio.Event()
         self.plays = plays
@@ -75,7 +82,7 @@ class LateHub(fleet.Hub):
                 await self.may_play.wait()
                 if not self.plays:
                     continue
-                version = await offered_version(self.bus, ticket.min_version)
+                version = await offered_version(self.bus, ticket.min_version, self.epoch)
                 episode = fleet.trajectory(0, 1.0, version, ticket.number)
                 group = fleet.made_up_hub.group(
                     ticket, [episode], eval_step=ticket.eval_step, policy=ticket.policy
@@ -85,7 +92,7 @@ class LateHub(fleet.Hub):
 
 
 async def serve(bus: Bus, url: str, config: dict[str, Any], hub: LateHub) -> None:
-    async with hub, asyncio.timeout(400):
+    async with hub, asyncio.timeout(LONG_S):
         await serve_learner(config, url, Stop(), connect_deadline_s=60)
 
 
@@ -123,18 +130,18 @@ async def test_restart_repeats_no_evaluation(
     # A stop ends the wait, and version 0 stays on offer.
     stop = Stop()
     hub = LateHub(bus, plays=False)
-    async with hub, asyncio.timeout(400):
+    async with hub, asyncio.timeout(LONG_S):
         stopping = asyncio.create_task(hub.stop_learner(stop))
         await serve_learner(config(2), broker_url, stop, connect_deadline_s=60)
         await stopping
-        assert await offered_version(bus, 0) == 0
+        assert await offered_version(bus, 0, epoch=1) == 0
     assert read_lines(folder / "metrics.jsonl") == []
 
-    hub = LateHub(bus, is_late=False)
+    hub = LateHub(bus, epoch=2, is_late=False)
     await serve(bus, broker_url, config(2), hub)
     assert evaluated(folder) == [(0, 0, 0), (2, 2, 2)]
 
-    hub = LateHub(bus, is_late=False)
+    hub = LateHub(bus, epoch=3, is_late=False)
     await serve(bus, broker_url, config(3), hub)
     assert {ticket.eval_step for ticket in hub.eval_tickets} == {3}
     assert evaluated(folder) == [(0, 0, 0), (2, 2, 2), (3, 3, 3)]
