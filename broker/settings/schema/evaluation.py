@@ -31,7 +31,7 @@ class EvalSection(Section):
     group_size: PositiveInt = 1  # episodes per task
     # of sampling; 0: greedy
     temperature: NonNegativeFloat = 1.0
-    # also evaluate before the first step
+    # also evaluate before the first step, which then waits until this is done
     at_start: bool = True
     baseline: str = ""  # policy measured once for comparison, for example ``random``; empty: none
     # other policies, measured on the same tasks at every evaluation
