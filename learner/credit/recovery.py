@@ -154,9 +154,10 @@ class Recovery:
 
     async def recover(self) -> RecoveryResult:
         """Resume, with a rebase after a loss; only the holder of the run may."""
+        num_lost = self._num_lost(self._ledger)
         lost_entries = self._ledger.lose({entry.number for entry in self._missing})
         if self._loss:
-            await self._rebase()
+            await self._rebase(num_lost)
             return RecoveryResult(self._groups, lost_entries)
         return RecoveryResult(self._groups, lost_entries, self._unissued)
 
@@ -223,7 +224,16 @@ class Recovery:
     # ----------------------------------------------------------------------------------------------
     # rebase
 
-    async def _rebase(self) -> None:
+    @staticmethod
+    def _num_lost(ledger: Ledger) -> int:
+        return ledger.state.reasons.get(LOST, 0)
+
+    async def _rebase(self, num_lost: int) -> None:
+        """End every ticket that the broker's loss leaves without a record.
+
+        Args:
+            num_lost: tickets that earlier losses have ended.
+        """
         await self._fill(SAMPLES, self._ledger.state.position)
         position = self._ledger.state.position
         if await self._is_replaced(position):
@@ -244,8 +254,10 @@ class Recovery:
             await self._close(number, "open when the broker lost its store")
         await self._fill(TICKETS, highest)
         await self._bus.trim(TICKETS, highest + 1)
-        text = "the broker's %s; rebased: %d open tickets counted dead, the next one is %d"
-        log.warning(text, self._loss, len(open_numbers), highest + 1)
+        # As the audit counts: with tickets that the checkpoint does not know, and lost groups.
+        num_dead = self._num_lost(await self._read_ahead()) - num_lost
+        text = "the broker's %s; rebased: %d tickets counted dead, the next one is %d"
+        log.warning(text, self._loss, num_dead, highest + 1)
 
     async def _fill(self, stream: Stream, last: int) -> None:
         """Advance a stream that ends before ``last`` to it, and empty it.

@@ -212,7 +212,11 @@ def _in_its_own_loop(arguments: list[str]) -> int:
 
 @pytest.mark.parametrize("keep", [False, True], ids=["log-only", "with-archive"])
 async def test_the_whole_store_is_lost(
-    broker: Broker, tmp_path: Path, keep: bool, capsys: pytest.CaptureFixture[str]
+    broker: Broker,
+    tmp_path: Path,
+    keep: bool,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     config, folder = settings(tmp_path, keep=keep), tmp_path / RUN
     await first_life(broker, config)
@@ -228,6 +232,7 @@ async def test_the_whole_store_is_lost(
     # of 5 and 6 are gone, too
     dead = 4 if keep else 6
     assert numbers == list(range(11, 11 + 12 - 4 - (2 if keep else 0)))
+    assert f"rebased: {dead} tickets counted dead, the next one is 11" in caplog.text
     assert tickets(folder) == (12 + dead, 12, 0, 0, dead, 0)
     async with broker.bus() as bus:
         assert await bus.last_seq(TICKETS) == 12 + dead
