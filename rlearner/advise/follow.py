@@ -13,6 +13,8 @@ SOONEST: Final = 3
 LATEST: Final = 20
 # Times as long as the newest advice took to compute, which takes seconds: 2 % of one core.
 PAUSE: Final = 50
+# Seconds that the first advice is taken to cost, before it is measured.
+FIRST_COST_S: Final = 1.0
 
 
 class StepHistory:
@@ -22,7 +24,8 @@ class StepHistory:
         self._rows: deque[dict[str, float]] = deque(maxlen=2 * MAX_STEPS)
         self._next = SOONEST
         # seconds of all steps so far, and those before the next advice
-        self._elapsed_s = self._not_before_s = 0.0
+        self._elapsed_s = 0.0
+        self._not_before_s = PAUSE * FIRST_COST_S
 
     def take(self, line: Mapping[str, float]) -> None:
         """Add the line of a step; a line that is known already changes nothing."""

@@ -45,7 +45,10 @@ from rlearner.up.view import draw_screen
 from rollout.checks import refuse_sleepless
 
 LOOPBACK = "127.0.0.1"
-DRAW_EVERY_S = 0.25
+# A child that ended is seen this soon. What is shown changes once a second at most, and drawing it
+# costs milliseconds, which a small run would notice.
+WATCH_EVERY_S = 0.25
+DRAW_EVERY_S = 1.0
 # The learner writes its last checkpoint in this time.
 LEARNER_PATIENCE_S = 30.0
 # After its end the others have nothing left to store.
@@ -251,15 +254,19 @@ async def _show_run(
         await roster.start()
         steps: asyncio.Queue[tuple[str, dict[str, float]]] = asyncio.Queue()
         reader = asyncio.create_task(_read_metrics(bus, board, steps))
-        display = (
-            Live(console=console, refresh_per_second=4) if is_live else contextlib.nullcontext()
-        )
+        # It would draw the same screen again in a thread of its own.
+        display = Live(console=console, auto_refresh=False) if is_live else contextlib.nullcontext()
         with display as live:
             phase = ""
+            drawn_at = 0.0
             while not stop.asked.is_set() and learner.exit_code is None and not fleet.failed:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(stop.asked.wait(), DRAW_EVERY_S)
-                new_events: list[str] = [*fleet.watch(), *await asyncio.to_thread(supervisor.look)]
+                    await asyncio.wait_for(stop.asked.wait(), WATCH_EVERY_S)
+                new_events: list[str] = [*fleet.watch()]
+                if not new_events and time.monotonic() - drawn_at < DRAW_EVERY_S:
+                    continue
+                drawn_at = time.monotonic()
+                new_events += await asyncio.to_thread(supervisor.look)
                 present = [
                     presence
                     for role in ("learner", "rollout", "envhub", "rewardhub")
@@ -284,7 +291,7 @@ async def _show_run(
                 news = board.news
                 board.news = []
                 if live is not None:
-                    live.update(draw_screen(board, events, fleet.logs))
+                    live.update(draw_screen(board, events, fleet.logs), refresh=True)
                     continue
                 for line in new_events:
                     say.stamped("process", line)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Final
 
 from rich.console import Group, RenderableType
 from rich.panel import Panel
@@ -14,6 +16,7 @@ from broker.contract import wire
 from broker.runtime.presence import display_name
 from rlearner.up.live_state import LiveRunState, format_duration, sparkline
 
+DASH: Final = "-"
 STATE_COLOUR = {"serving": "green", "starting": "yellow", "draining": "yellow", "failed": "red"}
 
 
@@ -61,36 +64,40 @@ def trouble_lines(board: LiveRunState, logs: Path) -> list[RenderableType]:
 
 
 def figures_table(board: LiveRunState) -> RenderableType:
-    """Return a table of reward, success, staleness, idle shares, throughput, queues."""
-    get = board.line.get
+    """Return a table of reward, success, staleness, idle shares, throughput, queues.
+
+    A figure that no step has measured yet is a dash.
+    """
+    line = board.line
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column(justify="right")
     table.add_column(style="cyan")
-    table.add_row("reward", f"{get('reward/mean', 0):.3f}", sparkline(board.rewards))
-    table.add_row("success rate", f"{get('env/success_rate', 0):.3f}", sparkline(board.successes))
+    table.add_row("reward", _figure(line, "reward/mean", ".3f"), sparkline(board.rewards))
+    success = _figure(line, "env/success_rate", ".3f")
+    table.add_row("success rate", success, sparkline(board.successes))
     rates = [f"{rate:.3f} after step {step}" for step, rate in board.evals[-4:]]
     rates += [f"{name} {rate:.3f}" for name, rate in sorted(board.baselines.items())]
-    newest = f"{board.evals[-1][1]:.3f}" if board.evals else "-"
+    newest = f"{board.evals[-1][1]:.3f}" if board.evals else DASH
     table.add_row("evaluation", newest, "  ".join(rates))
-    table.add_row(
-        "staleness", f"{get('staleness/mean', 0):.2f}", f"max {get('staleness/max', 0):.0f}"
-    )
-    generator = f"{get('rollouter/idle_ratio', 0):.0%} generator"
-    table.add_row("idle", f"{get('trainer/idle_ratio', 0):.0%}", f"learner, {generator}")
-    table.add_row(
-        "tokens/s",
-        f"{get('perf/tokens_per_s', 0):.0f}",
-        f"{get('perf/samples_per_s', 0):.1f} samples/s",
-    )
+    stalest = f"max {_figure(line, 'staleness/max', '.0f')}"
+    table.add_row("staleness", _figure(line, "staleness/mean", ".2f"), stalest)
+    generator = f"{_figure(line, 'rollouter/idle_ratio', '.0%')} generator"
+    table.add_row("idle", _figure(line, "trainer/idle_ratio", ".0%"), f"learner, {generator}")
+    samples = f"{_figure(line, 'perf/samples_per_s', '.1f')} samples/s"
+    table.add_row("tokens/s", _figure(line, "perf/tokens_per_s", ".0f"), samples)
     if board.bottleneck:
         table.add_row("bottleneck", "", board.bottleneck)
     depths = [
         (name, value) for name, value in sorted(board.line.items()) if name.startswith("queue/")
     ]
     queues = "  ".join(f"{name.split('/')[1]} {value:.0f}" for name, value in depths)
-    table.add_row("queues", "", queues or "-")
+    table.add_row("queues", "", queues or DASH)
     return table
+
+
+def _figure(line: Mapping[str, float], name: str, form: str) -> str:
+    return format(line[name], form) if name in line else DASH
 
 
 def health_table(board: LiveRunState) -> RenderableType:

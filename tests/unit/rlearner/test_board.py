@@ -2,14 +2,17 @@
 
 import io
 import math
+import time
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.live import Live
 
 from broker.contract import wire
 from rlearner.up.failed_groups import FailedGroups, by_reason, shorten_text
 from rlearner.up.live_state import LiveRunState, format_duration, sparkline
+from rlearner.up.run import DRAW_EVERY_S
 from rlearner.up.view import draw_screen, health_table
 
 LOGS = Path("runs/r/logs")
@@ -72,6 +75,34 @@ def test_evaluations_and_baselines() -> None:
     screen = io.StringIO()
     Console(file=screen, width=200).print(draw_screen(board, [], LOGS))
     assert "0.250 after step 0" in screen.getvalue()
+
+
+def test_screen_has_no_figures_before_the_first_step() -> None:
+    board = LiveRunState("r", total_steps=10)
+    screen = io.StringIO()
+    Console(file=screen, width=100).print(draw_screen(board, [], LOGS))
+    assert "0.0" not in screen.getvalue()
+    assert "0%" not in screen.getvalue()
+
+
+def test_screen_costs_a_fiftieth_of_a_core() -> None:
+    """As ``rlearner up`` draws it, in processor time."""
+    board = LiveRunState("r", total_steps=40)
+    for step in range(1, 40):
+        board.take(line(step, 0.5, **{"queue/tickets/depth": 3.0}), now=float(step))
+    roles = ("learner", "rollout", "envhub", "rewardhub")
+    board.see(
+        wire.Presence(role=role, id=role, host="h", pid=1, state="serving", epoch=1)
+        for role in roles
+    )
+    console = Console(file=io.StringIO(), width=140, height=40, force_terminal=True)
+    costs = []
+    with Live(console=console, auto_refresh=False) as live:
+        for _ in range(10):
+            began = time.process_time()
+            live.update(draw_screen(board, [], LOGS), refresh=True)
+            costs.append(time.process_time() - began)
+    assert min(costs) / DRAW_EVERY_S < 0.02
 
 
 def test_the_screen_names_every_process() -> None:
