@@ -9,6 +9,7 @@ from learner.reporting.metrics import read_lines, step_of
 from rlearner.ops.drawing import Row, baseline_rates, draw_rewards, render_before_and_after
 from rlearner.up.failed_groups import NO_FAULT, by_reason
 from rlearner.up.live_state import format_duration
+from rlearner.up.next_steps import next_steps
 from rlearner.up.output import Output
 
 
@@ -107,15 +108,5 @@ def _summary_lines(
     if newest:
         paths.append(newest)
     texts += [f"  {path}" for path in paths]
-    texts += ["", "next:", f"  {resume}", f"  tensorboard --logdir {folder / 'tensorboard'}"]
-    if newest:
-        program = (
-            "from transformers import AutoModelForCausalLM as M; "
-            f"print(M.from_pretrained('{newest}'))"
-        )
-        texts.append(f'  python -c "{program}"')
-    texts.append(
-        "  change a setting: rlearner up <the same file> "
-        "algorithm.clip_high=0.28 train.max_staleness=4"
-    )
+    texts += ["", "next:", *(f"  {text}" for text in next_steps(folder, lines, resume))]
     return texts
