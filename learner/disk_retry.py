@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 
 from broker.errors import UserError
 from broker.runtime.process import Stop
+from broker.system.recent_warning import forget_warning
 from broker.system.reminders import Reminders
 
 log = logging.getLogger(__name__)
@@ -95,6 +96,7 @@ class DiskRetry:
                         self._folder,
                         time.monotonic() - started_at,
                     )
+                    forget_warning(log)
                     self._say("")
                 self._backoff.worked()
                 self.reason = ""

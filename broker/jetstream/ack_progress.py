@@ -15,6 +15,7 @@ from broker.contract.streams import marking_period_s
 from broker.identity.login import Login
 from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import Disconnected, NoResponders
+from broker.system.recent_warning import forget_warning
 
 log = logging.getLogger(__name__)
 
@@ -183,6 +184,7 @@ class AckProgress:
                         )
                     else:
                         log.info("event loop runs again")
+                        forget_warning(log)
                 if not hanging:
                     await self._mark_due(link)
         finally:

@@ -32,6 +32,7 @@ from broker.nats.refusals import RefusalTracker
 from broker.nats.server_health import ServerHealth
 from broker.nats.subscription import Callback, LinkSubscription
 from broker.nats.traffic import TrafficCounter
+from broker.system.recent_warning import forget_warning
 from broker.system.reminders import Reminders
 
 log = logging.getLogger(__name__)
@@ -292,6 +293,7 @@ class NatsLink:
                 self.where,
                 " again" if self._was_connected else "",
             )
+            forget_warning(log)
         self._waiting.over()
         self._was_connected = True
         self._refused_since = 0.0

@@ -11,6 +11,7 @@ from typing import Final, Literal
 
 from broker.errors import described
 from broker.runtime.breaker import CircuitBreaker, CircuitBreakers
+from broker.system.recent_warning import forget_warning
 
 log = logging.getLogger(__name__)
 
@@ -120,6 +121,7 @@ class WorkHealth:
 
     def _say_closed(self, key: str) -> None:
         log.info("%s %s works again; taking its tickets", self._noun, key)
+        forget_warning(log)
         self._changed()
 
     # -- for presence

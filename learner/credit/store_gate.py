@@ -12,6 +12,7 @@ from broker.jetstream import reserve
 from broker.jetstream.api import call_api
 from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import ApiError, Disconnected, NoResponders
+from broker.system.recent_warning import forget_warning
 from learner.credit.ledger import Ledger
 from learner.credit.store_budget import StoreBudget, StoreUsage
 
@@ -103,6 +104,7 @@ class StoreGate:
         if self._is_closed and self._budget.relaxed and not self._waiting:
             self._is_closed = False
             log.warning("the broker's store has room again (%s); tickets go on", self._figures())
+            forget_warning(log)
             self._say("")
         checked = self._checked
         self._checked = asyncio.Event()

@@ -16,6 +16,7 @@ from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import publish_metrics
 from broker.runtime.presence import Roster
 from broker.runtime.process import Stop
+from broker.system.recent_warning import forget_warning
 from learner.credit.ledger import Ledger
 from learner.disk_retry import DiskRetry
 from learner.reporting.fleet_figures import NAMES, fleet_figures
@@ -113,6 +114,8 @@ class MetricsWriter:
             log.warning("%s", text)
         for text in ended_warnings:
             log.info("no longer: %s", text)
+        if ended_warnings and not self._signals.active:
+            forget_warning(log)
         message = wire.Metrics(role="learner", id=self._bus.name, time=line["time"], values=line)
         await publish_metrics(self._bus, message)
 

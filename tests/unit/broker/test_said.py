@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from broker.system.recent_warning import FOR_S, MAX_CHARS, RecentWarning
+from broker.system.recent_warning import FOR_S, MAX_CHARS, RecentWarning, forget_warning
 
 
 @pytest.fixture
@@ -45,3 +45,14 @@ def test_it_fits_and_can_be_encoded(said: RecentWarning) -> None:
     said.handle(warning("\ud800 two\n lines"))
     said.line(0.0).encode()
     assert said.line(0.0).endswith("WARNING ? two lines")
+
+
+def test_recovery_ends_the_warning_of_its_own_logger(said: RecentWarning) -> None:
+    connection = logging.getLogger("some.connection")
+    disk = logging.getLogger("some.disk")
+    connection.warning("no broker")
+    now = said._newest[0] if said._newest else 0.0
+    forget_warning(disk)
+    assert said.line(now).endswith("WARNING no broker")
+    forget_warning(connection)
+    assert said.line(now) == ""
