@@ -37,7 +37,7 @@ from learner.prepare import data_digests, nothing_left, refuse_fewer_steps, run_
 from learner.reporting.missing_roles import required_roles, watch_missing_roles
 from learner.reporting.starts import note_start
 from learner.reporting.status import ID, LearnerStatus
-from learner.resume_checks import check_changes, read_settings
+from learner.resume_checks import check_changes, format_change, read_settings, setting_changes
 from learner.rival_learners import RivalDetector
 from learner.run_folder import note_broker, note_epoch, noted_epoch
 from learner.run_watch import EpochWatch
@@ -454,6 +454,8 @@ class LearnerService:
                     spec, above=noted_epoch(self.folder), cleared_epoch=cleared_epoch
                 )
         note_epoch(self.folder, self.watch.epoch, this_process())
+        previous = read_settings(self.folder) or config
+        changes = [format_change(change) for change in setting_changes(previous, config)]
         write_config(self.folder, config)
         await asyncio.to_thread(
             partial(
@@ -463,6 +465,7 @@ class LearnerService:
                 self.watch.epoch,
                 data=digests,
                 model=model_path,
+                changes=changes,
             )
         )
         for work in self.watch.services():

@@ -9,7 +9,7 @@ import os
 import platform
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
@@ -35,13 +35,19 @@ SAMPLE_BYTES: Final = 1 << 14
 
 
 def note_start(
-    folder: Path, config: Mapping[str, Any], epoch: int, data: Mapping[str, str], model: str
+    folder: Path,
+    config: Mapping[str, Any],
+    epoch: int,
+    data: Mapping[str, str],
+    model: str,
+    changes: Sequence[str] = (),
 ) -> None:
     """Append this start to the run's ``starts.jsonl``; warn if a file cannot be read or written.
 
     Args:
         data: digest of each data file by its path.
         model: folder or hub name of the first weights.
+        changes: a line for each setting that differs from the start before.
     """
     try:
         start = {
@@ -52,6 +58,7 @@ def note_start(
             "code": {"rlearner": own_digest(), **code_digests(config)},
             "data": dict(data),
             "model": {"path": model, "digest": model_digest(Path(model))},
+            "changes": list(changes),
         }
         file = open_private(folder / FILE, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         try:

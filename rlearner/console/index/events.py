@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
 
 from learner.credit import ledger_file
+from learner.reporting.starts import read_starts
 from learner.resume_checks import format_change, setting_changes
 from rlearner.console.index.answers import Event
 from rlearner.console.index.series import step_at
@@ -17,6 +19,7 @@ EPOCH: Final = "epoch"
 
 def events(
     connection: sqlite3.Connection,
+    folder: Path,
     start: float | None,
     end: float | None,
     kinds: Sequence[str],
@@ -32,7 +35,9 @@ def events(
     ).fetchall()
     events_list = [_noted_event(connection, *row) for row in noted]
     if not kinds or EPOCH in kinds:
-        events_list += [event for event in _epoch_events(connection) if first <= event.time <= last]
+        events_list += [
+            event for event in _epoch_events(connection, folder) if first <= event.time <= last
+        ]
     return sorted(events_list, key=lambda event: (event.time, event.step, event.kind, event.text))[
         -newest:
     ]
@@ -44,9 +49,14 @@ def _noted_event(
     return Event(time, step if step >= 0 else step_at(connection, time), kind, text, who)
 
 
-def _epoch_events(connection: sqlite3.Connection) -> Iterator[Event]:
-    """Yield an event for each record by which a learner set its rules when it started."""
+def _epoch_events(connection: sqlite3.Connection, folder: Path) -> Iterator[Event]:
+    """Yield an event for each record by which a learner set its rules when it started.
+
+    Its text names the settings that changed: all that the learner noted, else those in the record.
+    """
+    noted = {start.get("epoch"): start.get("changes") for start in read_starts(folder)}
     old_rules = _first_rules(connection)
+    number = 0
     for seq, body in connection.execute(
         "SELECT seq, body FROM ledger_lines WHERE state = 'rules' ORDER BY first, end"
     ):
@@ -60,6 +70,9 @@ def _epoch_events(connection: sqlite3.Connection) -> Iterator[Event]:
             else []
         )
         old_rules = rules
+        # Records of a run without an archive have no epoch in the index, and come in order.
+        number = number + 1
+        lines = noted.get(row[0] if row else number) or lines
         more = [f"and {len(lines) - MAX_CHANGES} more"] if len(lines) > MAX_CHANGES else []
         settings = f": {', '.join([*lines[:MAX_CHANGES], *more])}" if lines else ""
         step, time = _epoch_place(connection, seq)

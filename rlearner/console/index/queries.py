@@ -97,7 +97,9 @@ class RunQueries:
     ) -> list[Event]:
         """Return the ``newest`` events of a range of time, those of unknown time first."""
         with self._asking():
-            return events.events(self._connection(), start, end, kinds, newest)
+            return events.events(
+                self._connection(), self.folder, start, end, kinds=kinds, newest=newest
+            )
 
     def time_of(self, step: int) -> float | None:
         """Return when the line of a step was written, None if there is none."""

@@ -26,6 +26,7 @@ from broker.errors import UserError
 from learner.algorithm.token_figures import NO_FIGURES, TokenFigures
 from learner.credit import archive
 from learner.credit.token_files import TokenFiles, file_of
+from learner.reporting.starts import note_start
 from rlearner.console.index import texts
 from rlearner.console.index.answers import TrajectoryFilter
 from rlearner.console.index.queries import RunQueries
@@ -352,6 +353,11 @@ async def test_events_of_up_and_changed_settings_are_there(tmp_path: Path) -> No
     assert start.text.startswith("learner started, epoch ")
     assert start.text.partition(": ")[2] == "steps: 4 -> 6, max_staleness: 1 -> 0"
     assert (start.step, start.approximate) == (4, True)
+    # The rules lack the learning rate; the learner notes every setting that changed.
+    epoch = int(start.text.split()[3].rstrip(":"))
+    note_start(run, {}, epoch, data={}, model="", changes=["train.lr: 0.001 -> 0.002"])
+    (start,) = built(run).events(kinds=["epoch"])
+    assert start.text == f"learner started, epoch {epoch}: train.lr: 0.001 -> 0.002"
 
 
 def test_the_event_log_stays_small_and_private(tmp_path: Path) -> None:
