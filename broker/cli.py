@@ -93,7 +93,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="FOLDER",
         help="folder of the streams (%(default)s)",
     )
-    text = "folder of the keys that may connect, shared by the servers of a cluster (FOLDER.keys of the store)"
+    text = (
+        "folder of the keys that may connect, shared by the servers of a cluster "
+        "(FOLDER.keys of the store)"
+    )
     serve.add_argument("--keys", metavar="FOLDER", help=text)
     text = "largest size of the store (%(default)s)"
     serve.add_argument("--store-max-gib", type=positive, default=8.0, metavar="GIB", help=text)

@@ -58,7 +58,8 @@ async def list_letters(bus: Bus, options: argparse.Namespace) -> None:
             ticket = f", ticket {letter.ticket}" if letter.ticket else ""
             print(
                 visible(
-                    f"{record.seq}  {origin}{ticket}, {len(letter.data)} bytes, by {letter.by}: {letter.reason}"
+                    f"{record.seq}  {origin}{ticket}, {len(letter.data)} bytes, "
+                    f"by {letter.by}: {letter.reason}"
                 )
             )
         else:

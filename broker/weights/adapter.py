@@ -94,8 +94,8 @@ def factor_shapes(
 def merge(
     weight: Tensor, a: Tensor, b: Tensor, scale: float, *, transposed: bool = False
 ) -> Tensor:
-    """Return W + B A * scale, computed in float32 and cast to W's dtype by ``copy_into``, a few rows at a time for
-    the cache.
+    """Return W + B A * scale, computed in float32 and cast to W's dtype by ``copy_into``, a few
+    rows at a time for the cache.
 
     Args:
         weight: (outputs, inputs), or those of all experts stacked.

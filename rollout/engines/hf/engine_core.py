@@ -400,7 +400,7 @@ class EngineCore:
         return rows, [Segment(row.job.slot, row.cached, share.get(row.job.slot, 1)) for row in rows]
 
     def _postpones_reading(self) -> bool:
-        """Return whether this pass only decodes, from a CUDA graph, although rows wait to be read."""
+        """Return whether this pass only decodes, from a CUDA graph, while rows wait to be read."""
         decoder = self.model.decoder
         if decoder is None or not decoder.has_replayed or self._postponed >= MAX_POSTPONED:
             return False
@@ -562,7 +562,7 @@ class EngineCore:
 
 
 def find_tokenizer(config: EngineConfig) -> Tokenizer | None:
-    """Return the model's tokenizer; a model without one still generates, but without stop strings."""
+    """Return the model's tokenizer; a model without one generates, but without stop strings."""
     try:
         return Tokenizer.load(config.model_path, trust_remote_code=config.trust_remote_code)
     except UserError:

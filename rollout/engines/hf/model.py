@@ -1,4 +1,4 @@
-"""A transformers causal language model with attention over KV slots: load, check, forward, weights."""
+"""A causal language model of transformers with attention over KV slots: load, check, forward."""
 
 from __future__ import annotations
 
@@ -393,7 +393,8 @@ def fitting_context(model: Any, max_tokens: int) -> int:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if positions is not None and max_tokens > positions:
         raise UserError(
-            f"rollout.max_context_tokens: {max_tokens} is not allowed; the model has {positions} positions"
+            f"rollout.max_context_tokens: {max_tokens} is not allowed; "
+            f"the model has {positions} positions"
         )
     return max_tokens
 
