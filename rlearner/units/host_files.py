@@ -173,7 +173,7 @@ def _write_readme(fleet: Fleet, host: str, launches: Sequence[Launch]) -> str:
             "(owner rlearner, mode 600).\n"
         )
     if any(launch.role == "learner" for launch in launches):
-        parts.append("Relative paths in the configuration are below /var/lib/rlearner.\n")
+        parts.append("Relative paths and ~ in the configuration are below /var/lib/rlearner.\n")
     watching = (
         f"Watch and stop:\n\n    systemctl status {' '.join(units)}\n"
         f"    journalctl -f RL_RUN={fleet.run}\n"

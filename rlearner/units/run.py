@@ -19,6 +19,7 @@ from rlearner.plan.plans import make_plans
 from rlearner.plan.reader import CHECKS, WorkloadReader
 from rlearner.plan.run import machine_of
 from rlearner.plan.write import check_folder, merge_sections
+from rlearner.units.hidden_paths import check_bin_folder, check_config_paths
 from rlearner.units.host_files import README, Fleet, host_files, units_of
 
 NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9.-]{0,62}")
@@ -29,8 +30,6 @@ WITHOUT_GPUS: Final = (
     Launch("rewardhub"),
     Launch("learner", ("--gpus", "cpu")),
 )
-# Folders that the units' ProtectHome and PrivateTmp hide from them.
-HIDDEN: Final = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
 
 
 def units_run(options: argparse.Namespace) -> int:
@@ -134,6 +133,7 @@ def _plan_host(
     run = str((config.get("run") or {}).get("name") or _default_run(options.config))
     config = merge_sections(config, {"run": {"name": run}})
     validate(config, checks=CHECKS)
+    check_config_paths(config)
     return Fleet(run, hosts, tokens, to_yaml(config), _check_bin_folder(options.bin)), starts
 
 
@@ -154,11 +154,7 @@ def _check_bin_folder(folder: str) -> str:
             f"--bin: {folder!r} is not allowed; "
             "an absolute path without spaces, as /opt/rlearner/bin"
         )
-    if any(Path(folder).is_relative_to(place) for place in HIDDEN):
-        raise UserError(
-            f"--bin: {folder!r} is not allowed; "
-            f"units do not see {', '.join(HIDDEN)}: use /opt/rlearner"
-        )
+    check_bin_folder(folder)
     return folder.rstrip("/")
 
 

@@ -171,6 +171,10 @@ def test_a_host_without_gpus_runs_everything(capsys: Captured, tmp_path: Path) -
         ),
         (["--bin", "bin"], "--bin: 'bin' is not allowed; an absolute path"),
         (["--write", QUICK], "--write configs/quickstart.yaml: expected a folder"),
+        (
+            ["--bin", "/opt/../tmp/bin"],
+            "--bin: '/opt/../tmp/bin' is not allowed; units do not see /home, /root",
+        ),
         (["train.lr=fast"], "train.lr: 'fast' is not allowed"),
         (["envhub.pass_env=[1]"], "envhub.pass_env"),
     ],
@@ -185,3 +189,53 @@ def test_what_cannot_be_is_one_line(
     out, err = capsys.readouterr()
     assert (out, err.count("\n")) == ("", 1)
     assert said in err
+
+
+HIDDEN_VALUES = [
+    ("run.dir=/tmp/runs", "run.dir: '/tmp/runs'"),
+    ("model.path=/home/ada/model", "model.path: '/home/ada/model'"),
+    ("model.tiny.corpus=/var/tmp/words.txt", "model.tiny.corpus: '/var/tmp/words.txt'"),
+    ("domains.lake.env=/root/lake.py:Lake", "domains.lake.env: '/root/lake.py:Lake'"),
+    ("domains.lake.readable=[/usr/share,/tmp/x]", "domains.lake.readable.1: '/tmp/x'"),
+    ("train.weights_snapshot_key=/run/user/7/key", "train.weights_snapshot_key: '/run/user/7/key'"),
+]
+
+
+@pytest.mark.parametrize(("setting", "problem"), HIDDEN_VALUES)
+def test_a_path_that_units_do_not_see_is_refused(
+    capsys: Captured, setting: str, problem: str
+) -> None:
+    assert main(["units", QUICK, "run.name=lake", setting]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    advice = (
+        " is not allowed; units do not see /home, /root, /run/user, /tmp, /var/tmp "
+        "(ProtectHome, PrivateTmp): put it below /var/lib/rlearner or /opt, or name it relative "
+        "to /var/lib/rlearner\n"
+    )
+    assert err == f"error: {problem}{advice}"
+
+
+def test_a_link_to_a_hidden_folder_is_refused(
+    capsys: Captured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hidden = tmp_path / "home"
+    (hidden / "ada").mkdir(parents=True)
+    (tmp_path / "model").symlink_to(hidden / "ada")
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(hidden / "ada" / "python3.12")
+    monkeypatch.setattr("rlearner.units.hidden_paths.HIDDEN", (str(hidden),))
+    link = tmp_path / "model"
+    assert main(["units", QUICK, "run.name=lake", f"model.path={link}"]) == 2
+    assert f"model.path: '{link}' is not allowed; it leads to {hidden}/ada, " in (
+        capsys.readouterr().err
+    )
+    # A virtual environment of uv or pyenv: its folder is seen, its Python is not.
+    assert main(["units", QUICK, "run.name=lake", "--bin", str(tmp_path / "bin")]) == 2
+    assert f"its python leads to {hidden}/ada/python3.12, " in capsys.readouterr().err
+
+
+def test_words_that_are_no_path_pass(capsys: Captured) -> None:
+    prompt = "domains.lake.system_prompt=/tmp is where programs write. Answer with a letter."
+    assert main(["units", QUICK, "run.name=lake", prompt, "run.dir=/srv/runs"]) == 0
+    assert "dir: /srv/runs" in capsys.readouterr().out
