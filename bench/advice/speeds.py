@@ -21,6 +21,7 @@ class FleetSpeeds:
             deviation of the logarithm.
         score_s: one score, 0: no reward hub.
         sample_s, step_s: training on one sample, and the rest of an optimizer step.
+        equal_rewards: share of the groups whose rewards are equal, which are replaced.
     """
 
     groups_per_step: int = 8
@@ -45,6 +46,7 @@ class FleetSpeeds:
     score_s: float = 0.0
     sample_s: float = 0.002
     step_s: float = 0.1
+    equal_rewards: float = 0.0
 
     def tokens(self, seed: int, group_seed: int = 0) -> int:
         """Return the tokens of a turn, the same for the same seed."""
@@ -60,6 +62,10 @@ class FleetSpeeds:
         """Return the seconds of one step of an environment."""
         z = random.Random(seed).gauss(0, 1)
         return self.env_s * math.exp(self.env_spread * z - self.env_spread**2 / 2)
+
+    def has_equal_rewards(self, seed: int) -> bool:
+        """Return whether the group of this seed is filtered."""
+        return random.Random(seed + 1).random() < self.equal_rewards
 
     def relieved(self, stage: str) -> FleetSpeeds:
         """Return the fleet with one stage twice as fast, as large or as patient, or with all
@@ -77,6 +83,8 @@ class FleetSpeeds:
             case "tail":
                 mean = sum(self.tokens(seed) for seed in range(4000)) / 4000
                 return replace(self, median=mean, spread=0.0, env_spread=0.0)
+            case "filtering":
+                return replace(self, equal_rewards=0.0)
         return replace(self, max_staleness=2 * self.max_staleness + 1)
 
 

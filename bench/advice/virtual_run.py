@@ -51,7 +51,8 @@ def config_of(speeds: FleetSpeeds, steps: int) -> dict[str, Any]:
     }
     train |= {"on_late": "wait"}
     domain |= {"score_ahead": False, "rewards": [{"name": "simulated"}] if speeds.score_s else []}
-    return {"train": train, "domains": {DOMAIN: domain}, "algorithm": {"adv_estimator": "grpo"}}
+    algorithm = {"adv_estimator": "grpo", "filter_zero_variance": speeds.equal_rewards > 0}
+    return {"train": train, "domains": {DOMAIN: domain}, "algorithm": algorithm}
 
 
 @dataclass
@@ -78,7 +79,16 @@ class VirtualRun:
             DOMAIN, 1.0, speeds.group_size, speeds.group_size, 1e6, num_redundant=speeds.redundancy
         )
         self.ledger = Ledger(
-            TicketRules(steps, speeds.groups_per_step, speeds.max_staleness, "wait", 0, (rule,))
+            TicketRules(
+                steps,
+                speeds.groups_per_step,
+                speeds.max_staleness,
+                "wait",
+                0,
+                (rule,),
+                filter_zero_variance=speeds.equal_rewards > 0,
+                max_replacements_per_step=1 << 20,
+            )
         )
         self.bus = MemoryBus("advice", "learner")
         paced = [
@@ -99,6 +109,7 @@ class VirtualRun:
         self.training: list[wire.Group] = []
         self.todo: asyncio.Queue[wire.Group] = asyncio.Queue()
         self.busy_s = 0.0
+        self.filtered = 0
 
     async def run(self) -> list[dict[str, Any]]:
         work = [asyncio.create_task(self._hub(number)) for number in range(self.speeds.hubs)]
@@ -149,6 +160,7 @@ class VirtualRun:
         wall_s = now - self.began
         self.began = now
         samples = sum(len(group.trajectories) for group in groups)
+        filtered = self.ledger.counts()["filtered"]
         line = {
             "step": version + 1,
             "time": now,
@@ -163,8 +175,9 @@ class VirtualRun:
         line |= {
             "time/between_steps": 0.0,
             "perf/samples_per_s": samples / wall_s,
-            "filter/count": 0.0,
+            "filter/count": float(filtered - self.filtered),
         }
+        self.filtered = filtered
         line |= {"trainer/idle_ratio": 1 - busy_s / wall_s}
         self.rows.append(step_metrics(groups, version) | line | self._fleet())
 
@@ -289,7 +302,7 @@ class VirtualRun:
             logprobs=wire.column([0.0] * (total + 1), "<f4"),
             version_runs=wire.column([ticket.min_version, total], "<i4"),
             turns=turns,
-            reward=float(episode % 2),
+            reward=0.0 if speeds.has_equal_rewards(ticket.seed) else float(episode % 2),
             reward_parts={},
             success=False,
             end="terminated",

@@ -230,6 +230,8 @@ SECTIONS: Final[dict[str, tuple[Metric, ...]]] = {
                "Messages that are not acknowledged; of samples, those that are not read."),
     ),
     "Size and speed of the fleet": (
+        Metric("fleet/hosts", "hosts", LEARNER,
+               "Hosts of the learner, servers and hubs; each container counts as one."),
         Metric("fleet/servers", "processes", LEARNER, "Rollout servers of the actor that serve."),
         Metric("fleet/server_slots", "requests", LEARNER, "Requests that all of them run at once."),
         Metric("fleet/token_s", "seconds", LEARNER,
@@ -347,6 +349,11 @@ SECTIONS: Final[dict[str, tuple[Metric, ...]]] = {
                "Processor time of the hub and its workers.", kind="counter", title="processor time"),
     ),
     "Hosts": (
+        Metric("host/cores", "cores", LEARNER,
+               "Processor cores of the learner's host, or of its container."),
+        Metric("host/cpu_busy", "share", LEARNER,
+               "Share of them that all processes used during the step.",
+               title="processors in use"),
         Metric("disk/free_bytes", "bytes", (*LEARNER, *BROKER),
                "Free space under the run's folder, or the broker's store.",
                title="free disk space"),

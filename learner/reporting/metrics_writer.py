@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -16,6 +17,7 @@ from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import publish_metrics
 from broker.runtime.presence import Roster
 from broker.runtime.process import Stop
+from broker.system.processor_use import ProcessorUse
 from broker.system.recent_warning import forget_warning
 from learner.credit.ledger import Ledger
 from learner.disk_retry import DiskRetry
@@ -69,6 +71,7 @@ class MetricsWriter:
         self._disk_retry = DiskRetry(path.parent, stop, "training waits", say)
         self._depths = {f"queue/{stream.name}/depth": 0.0 for stream in (*QUEUES, SAMPLES)}
         self._signals = TrainingWarnings()
+        self._processor_use = ProcessorUse()
         self.newest: dict[str, float] = {}  # the newest line
         # of the newest failed group: the reason, and the process that closed it
         self.failure: dict[str, str] = {}
@@ -82,8 +85,12 @@ class MetricsWriter:
         version = float(self._ledger.state.version)
         head = {"step": version, "policy_version": version, "time": time.time()}
         fleet = {"rollouter/idle_ratio": self._idle_ratio()}
+        hosts = {socket.gethostname()}
         for role in NAMES:
-            fleet |= fleet_figures(role, self._roster.alive(role))
+            present = self._roster.alive(role)
+            fleet |= fleet_figures(role, present)
+            hosts |= {process.host for process in present}
+        fleet |= {"fleet/hosts": float(len(hosts))} | self._processor_use.figures()
         return head | finite_values(values) | count_tickets(self._ledger) | fleet | self._depths
 
     def evaluations_since(self, step: int) -> set[tuple[str, int]]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 from rlearner.advise.changes import KEYS, apply_changes, usual_changes
-from rlearner.advise.fit import FittedRun, NotFitted, fit_run
+from rlearner.advise.fit import FittedRun, HostUse, NotFitted, fit_run
 from rlearner.advise.run_model import STAGES, RunModel, Stage
 from rlearner.advise.simulation import simulate
 
@@ -21,8 +21,15 @@ WORTH: Final = 0.03
 # Gain of a relieved stage from which it is called the bottleneck.
 CLEAR: Final = 0.05
 MOST_SERVERS: Final = 4096
-# Outside these bounds of measured over simulated time, predictions are called rough.
+# Outside these bounds of measured over simulated time, no gains are predicted.
 ROUGH: Final = (0.75, 1.33)
+# Share of a host's processors in use from which it is full: the rest is lost between two processes
+# that wait for each other.
+FULL: Final = 0.9
+# Share of filtered groups from which a full machine's line names them.
+WASTE: Final = 0.2
+# Keys of changes that add processes.
+PROCESSES: Final = frozenset({"servers", "hubs", "reward_hubs"})
 
 
 @dataclass(frozen=True)
@@ -39,21 +46,52 @@ class Change:
 class Advice:
     """The answer for one run."""
 
-    bottleneck: Stage | None  # None: no stage stands out
+    # None: no stage stands out; machine: the only host is full
+    bottleneck: Stage | Literal["machine"] | None
     # relative gain if the stage were twice as fast, as large or as patient
     relief: Mapping[Stage, float]
     changes: Sequence[Change]  # the largest gain first
     busy: Mapping[str, float]  # share of each stage's capacity that is in use, in the simulated run
     samples_per_s: float  # measured
     explained: float
+    step_s: float  # measured
     steps: tuple[int, int]
     now: Mapping[str, float]  # by key of a change
+    filtered: str = ""  # how many groups of a step, and why
+    filtered_share: float = 0.0
+    host: HostUse | None = None
+
+    @property
+    def is_rough(self) -> bool:
+        """Whether the model explains the run too badly for predictions."""
+        return not ROUGH[0] <= self.explained <= ROUGH[1]
 
     @property
     def line(self) -> str:
         """The bottleneck and what would change it, in one line."""
+        if self.bottleneck == "machine" and self.host is not None:
+            waste = ""
+            if self.filtered_share >= WASTE:
+                waste = f", or fewer filtered groups: {self.filtered}"
+            return (
+                f"machine; this machine is full: {describe_host(self.host)}, so more processes "
+                f"on it, or a larger max_staleness, add nothing; another host helps{waste}"
+            )
+        line = "none stands out"
+        if self.bottleneck is not None:
+            line = str(self.bottleneck)
+        if self.bottleneck == "filtering":
+            line = (
+                f"filtering; {self.filtered} and were replaced: easier or harder tasks, or larger "
+                "groups, waste fewer"
+            )
+        if self.is_rough:
+            return (
+                f"{line}; no gains are predicted: a step takes {self.step_s:.3g} s, in the model "
+                f"{self.step_s / self.explained:.3g} s"
+            )
         if self.bottleneck is None:
-            return "none stands out: no stage alone would add 5 % if it were twice as fast"
+            return f"{line}: no stage alone would add 5 % if it were twice as fast"
         best: dict[str, Change] = {}
         for change in self.changes:
             best.setdefault(next(iter(change.changes)), change)
@@ -62,11 +100,8 @@ class Advice:
             for change in best.values()
             if change.gain >= WORTH
         ]
-        line: str = self.bottleneck
         if gains:
             line = "; or ".join([f"{line}; {gains[0]} samples/s", *gains[1:2]])
-        if not ROUGH[0] <= self.explained <= ROUGH[1]:
-            line += " (rough: the model explains the run badly)"
         return line
 
     def to_json(self) -> dict[str, Any]:
@@ -92,17 +127,65 @@ def advice_of(run: FittedRun) -> Advice:
     base = simulate(run.model)
     relief = {stage: _relieved_rate(run.model, stage) / base.samples_per_s - 1 for stage in STAGES}
     stage = max(STAGES, key=relief.__getitem__)
-    changes = [predict_change(run, changes, text) for changes, text in usual_changes(run.model)]
+    changes = [
+        _place_change(run, predict_change(run, changes, text))
+        for changes, text in usual_changes(run.model)
+    ]
+    bottleneck: Stage | Literal["machine"] | None = stage if relief[stage] >= CLEAR else None
+    busy = dict(base.busy)
+    if run.host is not None:
+        busy["machine"] = run.host.busy
+        if is_full(run.host) and run.host.is_only_host:
+            bottleneck = "machine"
     return Advice(
-        bottleneck=stage if relief[stage] >= CLEAR else None,
+        bottleneck=bottleneck,
         relief=relief,
         changes=sorted(changes, key=lambda change: -change.gain),
-        busy=base.busy,
+        busy=busy,
         samples_per_s=run.samples_per_s,
         explained=run.explained,
+        step_s=run.step_s,
         steps=run.steps,
         now={name: key.now(run.model) for name, key in KEYS.items()},
+        filtered=_describe_filtered(run),
+        filtered_share=1 - run.model.kept,
+        host=run.host,
     )
+
+
+def is_full(host: HostUse) -> bool:
+    """Return whether a host has no room for further processes."""
+    return host.busy >= FULL
+
+
+def describe_host(host: HostUse) -> str:
+    """Return how much of a host is in use, in words."""
+    cores = f"its {host.cores:g} cores are"
+    if host.cores == 1:
+        cores = "its only core is"
+    return f"{cores} {host.busy:.0%} busy".replace("%", " %")
+
+
+def _describe_filtered(run: FittedRun) -> str:
+    filtered = round(run.filtered)
+    num_groups = filtered + run.model.groups_per_step
+    return f"{filtered} of {num_groups} groups of a step {run.filter_reason}"
+
+
+def _place_change(run: FittedRun, change: Change) -> Change:
+    """Return the change with a gain for which the run's only host has room, or for another host.
+
+    More processes or tickets put idle cores to work, but each sample costs as much as before.
+    """
+    host = run.host
+    if host is None or "learner" in change.changes:
+        return change
+    if host.is_only_host:
+        gain = min(change.gain, 1 / max(host.busy, 1e-3) - 1)
+        return replace(change, gain=gain, samples_per_s=run.samples_per_s * (1 + gain))
+    if is_full(host) and PROCESSES & change.changes.keys():
+        return replace(change, text=f"{change.text}, not on the learner's host")
+    return change
 
 
 def _relieved_rate(model: RunModel, stage: Stage) -> float:

@@ -10,6 +10,7 @@ from typing import Any, Final
 
 import numpy as np
 
+from learner.algorithm.selection import num_kept
 from learner.reporting.metrics import QUANTILES
 from rlearner.advise.run_model import NORMAL, Lengths, RunModel
 from rlearner.advise.simulation import simulate
@@ -49,6 +50,21 @@ class NotFitted(Exception):
 
 
 @dataclass(frozen=True)
+class HostUse:
+    """How much of the learner's host is in use.
+
+    Attributes:
+        cores: its processor cores.
+        busy: share of them in use, by all processes.
+        is_only_host: whether all servers and hubs are on it too.
+    """
+
+    cores: float
+    busy: float
+    is_only_host: bool
+
+
+@dataclass(frozen=True)
 class FittedRun:
     """A run's model, and how it compares with the run.
 
@@ -58,6 +74,8 @@ class FittedRun:
         idle: measured idle shares by stage, where they are measured.
         explained: measured over simulated seconds of a step; predictions are scaled by it.
         steps: the first and the last step that were used.
+        filtered: groups that a step filters and replaces; ``filter_reason`` says why.
+        host: None if it was not measured.
     """
 
     model: RunModel
@@ -66,6 +84,9 @@ class FittedRun:
     idle: Mapping[str, float]
     explained: float
     steps: tuple[int, int]
+    filtered: float = 0.0
+    filter_reason: str = ""
+    host: HostUse | None = None
 
 
 def fit_run(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> FittedRun:
@@ -98,7 +119,8 @@ def _fit_model(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> 
         for name, value in steps[-1].items()
         if name.startswith("fleet/") and _is_number(value)
     }
-    model = _build_model(steps, mean, config)
+    filtered = _filtered_groups(mean, config)
+    model = _build_model(steps, mean, config, filtered)
     step_s = mean["time/step"]
     model = replace(model, delay_s=_request_delay(model, mean["time/generate"], step_s))
     return FittedRun(
@@ -109,7 +131,34 @@ def _fit_model(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> 
         idle={stage: mean[name] for stage, name in _IDLE.items() if name in mean},
         explained=step_s / simulate(model).step_s,
         steps=(steps[0]["step"], steps[-1]["step"]),
+        filtered=filtered,
+        filter_reason=_filter_reason(config),
+        host=_host_use(mean),
     )
+
+
+def _filtered_groups(mean: Mapping[str, float], config: Mapping[str, Any]) -> float:
+    """Return the groups that a step filters, without those that nothing replaces."""
+    groups = config["train"]["groups_per_step"]
+    algorithm = config["algorithm"]
+    unselected = 0
+    if algorithm.get("pg_variant") == "starpo_s":
+        unselected = groups - num_kept(groups, algorithm["keep_fraction"])
+    return max(0.0, mean.get("filter/count", 0.0) - unselected)
+
+
+def _filter_reason(config: Mapping[str, Any]) -> str:
+    algorithm = config["algorithm"]
+    has_other_filter = algorithm.get("pass_rate") or algorithm.get("group_filter")
+    if algorithm.get("filter_zero_variance") and not has_other_filter:
+        return "had equal rewards"
+    return "were filtered"
+
+
+def _host_use(mean: Mapping[str, float]) -> HostUse | None:
+    if not {"host/cores", "host/cpu_busy", "fleet/hosts"} <= mean.keys():
+        return None
+    return HostUse(mean["host/cores"], mean["host/cpu_busy"], mean["fleet/hosts"] <= 1)
 
 
 _IDLE: Final = {"learner": "trainer/idle_ratio", "generation": "rollouter/idle_ratio"}
@@ -187,7 +236,10 @@ def _is_number(value: Any) -> bool:
 
 
 def _build_model(
-    steps: Sequence[Mapping[str, Any]], mean: Mapping[str, float], config: Mapping[str, Any]
+    steps: Sequence[Mapping[str, Any]],
+    mean: Mapping[str, float],
+    config: Mapping[str, Any],
+    filtered: float,
 ) -> RunModel:
     train = config["train"]
     groups = config["train"]["groups_per_step"]
@@ -209,7 +261,6 @@ def _build_model(
     reward_hubs = max(1.0, mean.get("fleet/reward_hubs", 0.0))
     rewards = max((len(domain["rewards"]) for domain in domains), default=0)
     slowed = _split_time(mean, "env_call", episodes_per_s * mean["time/env_step"] / hubs)
-    kept_share = groups / (groups + mean.get("filter/count", 0.0))
     return RunModel(
         groups_per_step=groups,
         group_size=size,
@@ -219,7 +270,7 @@ def _build_model(
         alike=_length_correlation(tokens, size - spare, mean["episode_tokens/group_max"]),
         drops_late=train["on_late"] == "drop",
         turns=mean["env/num_turns"],
-        kept=kept_share,
+        kept=groups / (groups + filtered),
         servers=servers,
         slots=max(1, round(mean["fleet/server_slots"] / servers)),
         token_s=mean["fleet/token_s"],

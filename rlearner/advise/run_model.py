@@ -10,7 +10,7 @@ from typing import Final, Literal
 import numpy as np
 import numpy.typing as npt
 
-Stage = Literal["learner", "generation", "environment", "reward", "tail", "staleness"]
+Stage = Literal["learner", "generation", "environment", "reward", "tail", "staleness", "filtering"]
 STAGES: Final[tuple[Stage, ...]] = (
     "learner",
     "generation",
@@ -18,6 +18,7 @@ STAGES: Final[tuple[Stage, ...]] = (
     "reward",
     "tail",
     "staleness",
+    "filtering",
 )
 
 NORMAL: Final = NormalDist()
@@ -105,7 +106,7 @@ class RunModel:
     delay_s: float = 0.0
 
     def relieved(self, stage: Stage) -> RunModel:
-        """Return the run with one stage twice as fast or as large, or without spread."""
+        """Return the run with one stage twice as fast or as large, or without spread or filter."""
         match stage:
             case "learner":
                 return replace(
@@ -125,6 +126,8 @@ class RunModel:
                 )
             case "staleness":
                 return replace(self, max_staleness=2 * self.max_staleness + 1)
+            case "filtering":
+                return replace(self, kept=1.0)
 
     @property
     def samples_per_step(self) -> int:

@@ -2,7 +2,8 @@
 
 Tickets are issued as the ledger issues them: (version + 1 + max_staleness) * groups_per_step in
 all. Hubs start groups as they have room, episodes alternate between the servers and their
-environment, a finished group is scored, and the learner takes groups in the order of the log.
+environment, a finished group is scored, and the learner takes groups in the order of the log. While
+it completes a step it reads no further record, so a filtered group is replaced only after that.
 Servers, environments and rewards are stations whose customers slow each other down; the servers of
 a run are one station, since requests go to the less loaded ones.
 
@@ -145,17 +146,21 @@ class _Episode:
 
 
 class _Group:
-    __slots__ = ("due", "episodes", "finished", "hub", "to_score")
+    __slots__ = ("due", "episodes", "finished", "hub", "is_kept", "to_score")
 
-    def __init__(self, hub: int, due: int) -> None:
+    def __init__(self, hub: int, due: int, *, is_kept: bool) -> None:
         self.hub = hub
+        self.is_kept = is_kept
         self.due = due
         self.finished = self.to_score = 0
         self.episodes: list[_Episode] = []
 
 
 class _Run:
-    """One simulation; ``tokens`` and ``env`` hold the work of each episode of each ticket."""
+    """One simulation; ``tokens`` and ``env`` hold the work of each episode of each ticket, and
+    ``luck`` a number for each ticket whose group is filtered if it is above the share of those
+    kept.
+    """
 
     def __init__(self, model: RunModel, steps: int, visits: int) -> None:
         self.model = model
@@ -186,6 +191,8 @@ class _Run:
         self.most = list(self.room)
         num_groups = (steps + model.max_staleness + 2) * model.groups_per_step
         self.tokens, self.env = _draw_work(model, num_groups)
+        places = np.random.default_rng(2).permutation(num_groups)
+        self.luck = ((places + 0.5) / num_groups).tolist()
         self.started = 0
         # Tickets that no hub has, by the last step that may train on them.
         self.tickets: deque[int] = deque()
@@ -195,8 +202,8 @@ class _Run:
         self.now = 0.0
         self.version = 0
         self.taken = 0
-        self.in_log: list[_Group] = []
-        self.kept = 0.0
+        self.unread: deque[_Group] = deque()  # in the samples log
+        self.queue: list[_Group] = []  # read, without a place in a step
         self.free_at = self.takes_at = self.worked = 0.0
         self.done_at = math.inf
         self.played = 0.0  # seconds of episodes in a slot
@@ -213,7 +220,7 @@ class _Run:
                 (station.due_at, index) for index, station in enumerate(self.stations)
             )
             now = min(due_at, self.done_at)
-            if self.in_log and self.takes_at > self.now:
+            if (self.unread or self.queue) and self.takes_at > self.now:
                 now = min(now, self.takes_at)
             if now == math.inf:
                 raise RuntimeError("a simulated run stands still")
@@ -244,9 +251,10 @@ class _Run:
             hub = max(range(len(self.room)), key=self.room.__getitem__)
             if self.room[hub] < self.need[hub] or self._waits(hub):
                 return
-            group = _Group(hub, self.tickets.popleft())
             index = self.started % len(self.tokens)
             self.started += 1
+            is_kept = self.luck[index] < self.model.kept
+            group = _Group(hub, self.tickets.popleft(), is_kept=is_kept)
             tokens = self.tokens[index]
             env = self.env[index]
             group.episodes = [
@@ -310,7 +318,7 @@ class _Run:
         if group.finished == enough:
             self._abort_rest(group)
             if not self.model.score_s:
-                self._arrive(group)
+                self.unread.append(group)
             elif not self.model.scores_early:
                 for _ in range(enough):
                     self._enter(self.rewards, self.model.score_s, _Episode(group, 0.0, 0.0, 0))
@@ -339,31 +347,37 @@ class _Run:
     def _count_score(self, group: _Group) -> None:
         group.to_score += 1
         if group.to_score == self.model.group_size - self.model.redundancy:
-            self._arrive(group)
-
-    def _arrive(self, group: _Group) -> None:
-        self.kept += self.model.kept
-        if self.kept >= 1 - 1e-9:
-            self.kept -= 1
-            self.in_log.append(group)
-        else:
-            self.unplaced[group.due] -= 1
-            self._issue(1)  # filtered: a ticket replaces it
+            self.unread.append(group)
 
     def _take(self) -> None:
-        while self.in_log and self.taken < self.model.groups_per_step and self.now >= self.takes_at:
-            horizon = self._horizon()
-            group = next((group for group in self.in_log if group.due <= horizon), None)
-            if group is None:
+        """Fill the step from the queue, then read the log until the step is full."""
+        while self.taken < self.model.groups_per_step and self.now >= self.takes_at:
+            if self._fill_place():
+                continue
+            if not self.unread:
                 return
-            self.in_log.remove(group)
-            self.unplaced[group.due] -= 1
-            self.taken += 1
-            self.free_at = max(self.free_at, self.now) + self.model.group_s
-            self.worked += self.model.group_s
-            if self.taken == self.model.groups_per_step:
-                self.done_at = self.free_at + self.model.step_s
-                self.worked += self.model.step_s
+            group = self.unread.popleft()
+            if group.is_kept:
+                self.queue.append(group)
+            else:
+                self.unplaced[group.due] -= 1
+                self._issue(1)  # a ticket replaces it
+
+    def _fill_place(self) -> bool:
+        """Take the first group that has room into the step; return False if none has."""
+        horizon = self._horizon()
+        group = next((group for group in self.queue if group.due <= horizon), None)
+        if group is None:
+            return False
+        self.queue.remove(group)
+        self.unplaced[group.due] -= 1
+        self.taken += 1
+        self.free_at = max(self.free_at, self.now) + self.model.group_s
+        self.worked += self.model.group_s
+        if self.taken == self.model.groups_per_step:
+            self.done_at = self.free_at + self.model.step_s
+            self.worked += self.model.step_s
+        return True
 
     def _horizon(self) -> float:
         """Return the latest due step whose groups may be taken now, as the ledger decides."""

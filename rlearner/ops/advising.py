@@ -16,7 +16,15 @@ from learner.config import TrainSection
 from learner.reporting.metrics import describe_damage, read_lines
 from learner.run_folder import find_run
 from rlearner.advise import changes
-from rlearner.advise.advice import Advice, advice_of, desired_servers, predict_change
+from rlearner.advise.advice import (
+    PROCESSES,
+    Advice,
+    advice_of,
+    describe_host,
+    desired_servers,
+    is_full,
+    predict_change,
+)
 from rlearner.advise.fit import FittedRun, NotFitted, fit_run
 from rlearner.advise.run_model import STAGES
 
@@ -70,7 +78,13 @@ def _advice_table(run: FittedRun, advice: Advice, desired: int) -> list[str]:
     lines = [f"bottleneck: {advice.line}", "", "stage        in use   twice as fast, or as much"]
     for stage in STAGES:
         in_use = _format_share(advice.busy.get(stage))
-        lines.append(f"{stage:11}  {in_use:>6}   {_format_percent(advice.relief[stage]):>7}")
+        relief = "" if advice.is_rough else _format_percent(advice.relief[stage])
+        lines.append(f"{stage:11}  {in_use:>6}   {relief:>7}".rstrip())
+    if run.host is not None:
+        lines += ["", f"On the learner's host {describe_host(run.host)}."]
+    explained = f"The model explains {1 / run.explained:.0%} of a step's time".replace("%", " %")
+    if advice.is_rough:
+        return [*lines, "", f"{explained}, so it predicts no gains."]
     width = max(len(change.text) for change in advice.changes)
     lines += ["", f"{'change':{width}}  samples/s     gain"]
     for change in advice.changes:
@@ -80,13 +94,15 @@ def _advice_table(run: FittedRun, advice: Advice, desired: int) -> list[str]:
     servers = f"{desired} servers reach"
     if desired == 1:
         servers = "1 server reaches"
+    place = ""
+    if run.host is not None and is_full(run.host) and desired > run.model.servers:
+        place = ", each with processors of its own"
     lines += [
         "",
-        f"{servers} 95 % of what any number of servers of this speed can; "
+        f"{servers} 95 % of what any number of servers of this speed can{place}; "
         f"the run has {run.model.servers:g}.",
     ]
-    lines.append(f"The model explains {1 / run.explained:.0%} of a step's time.".replace("%", " %"))
-    return lines
+    return [*lines, f"{explained}."]
 
 
 def _simulate_changes(run: FittedRun, requested: Mapping[str, float]) -> dict[str, Any]:
@@ -108,7 +124,25 @@ def _simulate_changes(run: FittedRun, requested: Mapping[str, float]) -> dict[st
         "bottleneck_now": advice_of(run).bottleneck,
         "bottleneck_then": advice.bottleneck,
         "line_then": advice.line,
+        "notes": _simulation_notes(run, requested),
     }
+
+
+def _simulation_notes(run: FittedRun, requested: Mapping[str, float]) -> list[str]:
+    """Return what the predicted gain of a simulated change takes for granted."""
+    notes = []
+    if run.host is not None and is_full(run.host) and PROCESSES & requested.keys():
+        notes.append(
+            f"The learner's host is full ({describe_host(run.host)}): "
+            "the gain needs processes on another host."
+        )
+    if advice_of(run).is_rough:
+        notes.append(
+            f"The model explains {1 / run.explained:.0%} of a step's time: the gain is rough.".replace(
+                "%", " %"
+            )
+        )
+    return notes
 
 
 def _comparison_lines(answer: Mapping[str, Any]) -> list[str]:
@@ -124,7 +158,7 @@ def _comparison_lines(answer: Mapping[str, Any]) -> list[str]:
     rates = f"{present['samples_per_s']:9.1f}  {changed['samples_per_s']:9.1f}"
     lines.append(f"{'samples/s':22}  {rates}  {_format_percent(answer['gain'])}")
     stages = [answer["bottleneck_now"] or "none", answer["bottleneck_then"] or "none"]
-    return [*lines, f"{'bottleneck':22}  {stages[0]:>9}  {stages[1]:>9}"]
+    return [*lines, f"{'bottleneck':22}  {stages[0]:>9}  {stages[1]:>9}", *answer["notes"]]
 
 
 def _format_share(value: float | None) -> str:

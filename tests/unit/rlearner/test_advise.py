@@ -25,7 +25,7 @@ from broker.errors import UserError
 from learner.prepare import to_yaml
 from rlearner.advise import advice, changes
 from rlearner.advise.advice import bottleneck_line
-from rlearner.advise.fit import NotFitted, fit_run
+from rlearner.advise.fit import HostUse, NotFitted, fit_run
 from rlearner.advise.follow import StepHistory
 from rlearner.advise.run_model import Lengths, RunModel
 from rlearner.advise.simulation import Prediction, simulate
@@ -183,6 +183,7 @@ STAGES = {
     "reward": FleetSpeeds(score_s=0.08),
     "tail": FleetSpeeds(max_staleness=0, median=20, spread=1.2, most=800),
     "staleness": FleetSpeeds(max_staleness=0, step_s=0.3, spread=0.05),
+    "filtering": FleetSpeeds(equal_rewards=0.66),
 }
 
 
@@ -207,6 +208,110 @@ def test_the_line_names_two_changes_of_different_kinds() -> None:
     assert advice.advice_of(replace(run, model=strict)).line == (
         "generation; 1 more server of this speed: +71 % samples/s; or max_staleness 1: +54 %"
     )
+
+
+def test_filtered_groups_are_replaced_once_the_learner_reads_on() -> None:
+    """Records that come while it completes a step wait, as the real ledger makes them wait."""
+    patient = FleetSpeeds(equal_rewards=0.66, step_s=0.5, max_staleness=2)
+    found = advice.advise(run_fleet(patient, 24), config_of(patient, 24))
+    assert found.explained == pytest.approx(1, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "reason"),
+    [
+        ({"filter_zero_variance": True}, "had equal rewards"),
+        ({"filter_zero_variance": True, "pass_rate": [0.1, 0.9]}, "were filtered"),
+        ({"group_filter": "mine"}, "were filtered"),
+    ],
+)
+def test_the_line_says_what_filtering_costs(algorithm: dict[str, Any], reason: str) -> None:
+    speeds = STAGES["filtering"]
+    rows = run_fleet(speeds, 14)
+    config = config_of(speeds, 14) | {"algorithm": {"adv_estimator": "grpo"} | algorithm}
+    run = fit_run(rows, config)
+    counts = [row["filter/count"] for row in rows[3:12]]
+    filtered = round(sum(counts) / len(counts))
+    assert filtered > speeds.groups_per_step
+    line = advice.advice_of(run).line
+    expected = (
+        f"filtering; {filtered} of {filtered + 8} groups of a step {reason} and were replaced: "
+    )
+    assert line.startswith(expected)
+    assert "; max_staleness 3: +" in line
+
+
+def test_groups_that_nothing_replaces_are_not_filtered() -> None:
+    """StarPO-S leaves half of each step's groups out, which the metric counts too."""
+    speeds = FleetSpeeds()
+    rows = [row | {"filter/count": 4.0} for row in run_fleet(speeds, 12)]
+    algorithm = {"adv_estimator": "grpo", "pg_variant": "starpo_s", "keep_fraction": 0.5}
+    run = fit_run(rows, config_of(speeds, 12) | {"algorithm": algorithm})
+    assert (run.filtered, run.model.kept) == (0.0, 1.0)
+    assert fit_run(rows, config_of(speeds, 12)).model.kept == pytest.approx(8 / 12)
+
+
+def on_host(run: Any, busy: float, *, is_only_host: bool = True, cores: float = 2.0) -> Any:
+    return replace(run, host=HostUse(cores, busy, is_only_host))
+
+
+def test_a_full_machine_is_the_bottleneck_and_no_process_is_advised() -> None:
+    run = fitted(FleetSpeeds(slots=4, servers=1))
+    advised = advice.advice_of(on_host(run, 0.97))
+    assert advised.bottleneck == "machine"
+    assert advised.line == (
+        "machine; this machine is full: its 2 cores are 97 % busy, so more processes on it, or a "
+        "larger max_staleness, add nothing; another host helps"
+    )
+    assert max(change.gain for change in advised.changes) <= 1 / 0.97 - 1
+    # Also where the model explains the run badly, because the cores are measured.
+    rough = advice.advice_of(on_host(replace(run, explained=0.5), 1.0, cores=1.0))
+    assert rough.line.startswith("machine; this machine is full: its only core is 100 % busy, ")
+
+
+def test_a_full_machine_names_the_groups_that_it_wastes() -> None:
+    run = on_host(fitted(STAGES["filtering"]), 0.95)
+    assert advice.advice_of(run).line.endswith(
+        "another host helps, or fewer filtered groups: "
+        f"{round(run.filtered)} of {round(run.filtered) + 8} groups of a step had equal rewards"
+    )
+
+
+def test_no_gain_exceeds_the_room_of_the_only_host() -> None:
+    run = fitted(FleetSpeeds(slots=4, servers=1))
+    advised = advice.advice_of(on_host(run, 0.8))
+    assert advised.line == "generation; 1 more server of this speed: +25 % samples/s"
+    assert max(change.gain for change in advised.changes) == pytest.approx(0.25)
+    assert advised.changes[0].samples_per_s == pytest.approx(1.25 * run.samples_per_s)
+
+
+def test_where_the_learners_host_of_several_is_full_servers_go_to_others() -> None:
+    run = fitted(FleetSpeeds(slots=4, servers=1))
+    line = advice.advice_of(on_host(run, 0.97, is_only_host=False)).line
+    assert line == (
+        "generation; 2 more servers of this speed, not on the learner's host: +199 % samples/s"
+    )
+    assert "not on" not in advice.advice_of(on_host(run, 0.5, is_only_host=False)).line
+
+
+def test_no_percentage_where_the_model_explains_the_run_badly() -> None:
+    run = replace(fitted(FleetSpeeds(slots=4, servers=1)), explained=1.6, step_s=1.2)
+    assert advice.advice_of(run).line == (
+        "generation; no gains are predicted: a step takes 1.2 s, in the model 0.75 s"
+    )
+    idle = replace(run, model=replace(run.model, token_s=1e-6, token_each_s=0.0, delay_s=9.0))
+    assert "%" not in advice.advice_of(idle).line
+
+
+def test_the_host_is_read_from_the_metrics() -> None:
+    speeds = FleetSpeeds()
+    rows = run_fleet(speeds, 12)
+    host = {"host/cores": 2.0, "fleet/hosts": 1.0}
+    busy = [row | host | {"host/cpu_busy": row["step"] / 100} for row in rows]
+    assert fit_run(busy, config_of(speeds, 12)).host == HostUse(2.0, pytest.approx(0.07), True)
+    several = [row | {"fleet/hosts": 2.0} for row in busy]
+    assert fit_run(several, config_of(speeds, 12)).host == HostUse(2.0, pytest.approx(0.07), False)
+    assert fit_run(rows, config_of(speeds, 12)).host is None
 
 
 def fitted(speeds: FleetSpeeds, **more: Any) -> Any:
