@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from broker.errors import ConfigError, DataError
-from broker.settings.config import DomainSection, Section, takes_steps
+from broker.settings.config import DomainSection, Section, shows_anchors, takes_steps
 from broker.settings.registry import check_method, resolve
 from broker.settings.run_settings import RunSettings
 from broker.settings.sections import parse
@@ -27,6 +27,8 @@ class Domain:
     environment: type[Environment]
     args: Section
     memory: Memory | None = None  # with context steps: makes a turn's prompt
+    # whether the text that a turn answers is its anchor, where the environment gives none
+    shows_anchors: bool = False
 
     @property
     def isolation(self) -> Isolation:
@@ -116,7 +118,14 @@ def load_domain(name: str, section: DomainSection, adv_estimator: str = "") -> D
     arguments = parse(f"domains.{name}.env_args", section.env_args, environment.Args)
     memory = load_memory(f"domains.{name}.memory", section.memory)
     has_steps = takes_steps(section.context, adv_estimator)
-    return Domain(name, section, environment, arguments, memory if has_steps else None)
+    return Domain(
+        name,
+        section,
+        environment,
+        arguments,
+        memory if has_steps else None,
+        shows_anchors=shows_anchors(section.anchors, adv_estimator),
+    )
 
 
 def _check_methods(key: str, name: str, environment: type[Environment]) -> None:

@@ -209,7 +209,7 @@ class DomainSection(Section):
 
     harmless = (
         "system_prompt", "weight", "group_size", "min_group_size", "group_size_redundancy",
-        "straggler_factor", "max_turns", "context", "history_length", "thinking",
+        "straggler_factor", "max_turns", "context", "history_length", "anchors", "thinking",
         "max_context_tokens", "deadline_s", "score_ahead",
     )  # fmt: skip
 
@@ -238,6 +238,9 @@ class DomainSection(Section):
     # whole conversation or single turns; auto: by algorithm
     context: Literal["auto", "full", "steps"] = "auto"
     history_length: NonNegativeInt = 2  # previous turns in a prompt of context steps
+    # by which gigpo finds equal states. environment: the environment's own anchors alone;
+    # observation: where it gives none, the text that it shows; auto: observation with gigpo
+    anchors: Literal["auto", "environment", "observation"] = "auto"
     # drop: hide text before </think> from environment and later prompts
     thinking: Literal["keep", "drop"] = "keep"
     # builds that prompt; or your own function of (opening, past, now, history_length)
@@ -262,6 +265,13 @@ class DomainSection(Section):
 def takes_steps(context: str, adv_estimator: str) -> bool:
     """Return whether each turn of a domain is a sample, as ``auto`` is for gigpo."""
     return context == "steps" or (context == "auto" and adv_estimator == "gigpo")
+
+
+def shows_anchors(anchors: str, adv_estimator: str) -> bool:
+    """Return whether a turn without an anchor gets the text that it answers, as ``auto`` is for
+    gigpo.
+    """
+    return anchors == "observation" or (anchors == "auto" and adv_estimator == "gigpo")
 
 
 def num_greedy(adv_estimator: str) -> int:

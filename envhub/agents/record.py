@@ -49,7 +49,7 @@ class RecordedSample:
         self.loss_mask += bytes(len(token_ids))
         self.logprobs.extend([0.0] * len(token_ids))
 
-    def append_turn(self, sampled: SampledTurn) -> None:
+    def append_turn(self, sampled: SampledTurn, anchor: str) -> None:
         """Append a sampled turn."""
         start = len(self.token_ids)
         self.token_ids.extend(sampled.token_ids)
@@ -72,7 +72,13 @@ class RecordedSample:
         reason = sampled.finish_reason
         server = sampled.server
         turn = wire.Turn(
-            start=start, end=end, reward=0.0, valid=True, finish_reason=reason, server=server
+            start=start,
+            end=end,
+            reward=0.0,
+            valid=True,
+            finish_reason=reason,
+            server=server,
+            anchor=anchor,
         )
         self.turns.append(turn)
 
@@ -85,6 +91,7 @@ class EpisodeRecord:
         closing: the tokens with which its chat template closes an answer, the last one special;
             empty for plain text.
         ends: tokens at which an answer ends; they are not part of its text.
+        shows_anchors: whether a turn's anchor is the text that its call added to the sample.
 
     Attributes:
         samples: in the order in which they were last extended: the last one ends with the last
@@ -93,8 +100,16 @@ class EpisodeRecord:
         last_response: text of the last answer.
     """
 
-    def __init__(self, tokenizer: Tokenizer, closing: Sequence[int], ends: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        closing: Sequence[int],
+        ends: Sequence[int],
+        *,
+        shows_anchors: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
+        self._shows_anchors = shows_anchors
         self._closing = list(closing)
         self._ends = {*ends, *closing[-1:]}
         self._texts: dict[bytes, str] = {}  # of prompts that were given as text, by their tokens
@@ -137,8 +152,11 @@ class EpisodeRecord:
         else:
             self.samples.remove(sample)
         self.samples.append(sample)
-        sample.append_prompt(prompt[len(sample.token_ids) :])
-        sample.append_turn(sampled)
+        added = prompt[len(sample.token_ids) :]
+        sample.append_prompt(added)
+        sample.append_turn(
+            sampled, self._tokenizer.decode(added.tolist()) if self._shows_anchors else ""
+        )
         prompt_text = self._texts.get(prompt.tobytes())
         sample.text = None
         if prompt_text is not None:

@@ -80,7 +80,9 @@ class AgentSession:
         self.name = task.id  # in the access log
         closing, stops = _find_ends(context.tokenizer)
         self._stop_token_ids = stops
-        self.record = EpisodeRecord(context.tokenizer, closing, stops)
+        self.record = EpisodeRecord(
+            context.tokenizer, closing, stops, shows_anchors=task.domain.shows_anchors
+        )
         self.served_model = ServedModel(
             task.policy,
             context.tokenizer.name,

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
+
 from broker.contract import wire
 from broker.runtime.spans import SpanRecorder
 from broker.system.workers.fault import told, trace
@@ -258,9 +260,12 @@ class Episode:
         view = observation(
             "reset", await self._call("reset", task.task_index, task.split, task.seed)
         )
+        prompt = text("after reset, prompt", self._env.prompt)
+        # Equal tasks begin in equal states, also where the first observation is empty.
+        view = self._with_anchor(view, view.text or prompt)
         self._count_chars(view.text, view.anchor)
         self._count_chars(
-            text("after reset, prompt", self._env.prompt),
+            prompt,
             text("after reset, reference", self._env.reference),
         )
         if task.record:
@@ -288,10 +293,18 @@ class Episode:
 
     async def _step(self, method: str, action: str, argument: Any) -> StepResult:
         step = step_result(await self._call(method, argument), method)
+        view = step.observation
+        step = msgspec.structs.replace(step, observation=self._with_anchor(view, view.text))
         self._count_chars(step.observation.text, step.observation.anchor)
         if self._task.record:
             self._record(frame(action, await self._look()))
         return step
+
+    def _with_anchor(self, view: Observation, shown: str) -> Observation:
+        """Return an observation with an anchor: its own, else what is shown, if the domain says."""
+        if view.anchor or not self._task.domain.shows_anchors:
+            return view
+        return msgspec.structs.replace(view, anchor=shown)
 
     async def _look(self) -> str:
         return text("text_frame returned what", await self._call("text_frame"))

@@ -59,6 +59,21 @@ class Scripted:
     def forget(self, episode: str) -> None: ...
 
 
+class Silent(Environment):
+    """Gives no anchors, and no text at first and after the second action."""
+
+    isolation = "thread"
+
+    def reset(self, task_index: int, split: Split, seed: int) -> Observation:
+        self.prompt = "seven"
+        self._at = 0
+        return Observation("")
+
+    def step(self, text: str) -> StepResult:
+        self._at += 1
+        return StepResult(Observation("text 1" if self._at == 1 else ""), 0.0, done=False)
+
+
 class CountArgs(Section):
     """``env_args`` of the counting environment."""
 

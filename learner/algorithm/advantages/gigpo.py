@@ -87,7 +87,10 @@ def estimate(
         (row, turn) for row, trajectory in enumerate(trajectories) for turn in trajectory.turns
     ]
     if steps and not any(turn.anchor for _, turn in steps):
-        allowed = "an environment that gives anchors; this one's states cannot be compared"
+        allowed = (
+            "domains.DOMAIN.anchors observation, or an environment that gives anchors: "
+            "the states of this one cannot be compared"
+        )
         raise ConfigError("algorithm.adv_estimator", "gigpo", allowed)
     numbers = sorted({trajectory.episode for trajectory in trajectories})
     # The last trajectory of an episode has its total reward.

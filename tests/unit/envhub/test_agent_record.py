@@ -129,3 +129,18 @@ def test_a_growing_conversation_is_one_sample_of_exactly_its_tokens(
         ] == said
         assert sum(sample.version_runs[1::2]) == len(said)
         assert len(sample.turns) == len(turns)
+
+
+def test_the_text_that_a_call_adds_is_its_anchor() -> None:
+    """Equal first prompts are equal states, and so are equal answers of a tool."""
+    tokenizer = cast(Tokenizer, TOKENIZER)
+    episode = EpisodeRecord(tokenizer, [END], [END], shows_anchors=True)
+    first = call(episode, [0, 1], 2, END)
+    second = call(episode, [0, 1, 2, END, 1], 0, END)
+    assert second is first
+    assert [turn.anchor for turn in first.turns] == [
+        TOKENIZER.decode([0, 1]),
+        TOKENIZER.decode([1]),
+    ]
+    plain = record()
+    assert [turn.anchor for turn in call(plain, [0, 1], 2, END).turns] == [""]

@@ -203,6 +203,21 @@ def test_auto_is_steps_for_gigpo_alone() -> None:
     assert load_domains(stepwise)["lake"].memory is recent
 
 
+@pytest.mark.parametrize(
+    ("anchors", "estimator", "shows"),
+    [
+        ("auto", "gigpo", True),
+        ("auto", "grpo", False),
+        ("observation", "grpo", True),
+        ("environment", "gigpo", False),
+    ],
+)
+def test_what_is_shown_is_the_anchor_with_gigpo(anchors: str, estimator: str, shows: bool) -> None:
+    algorithm = AlgorithmSection(adv_estimator=estimator)
+    settings = lake(anchors=anchors).model_copy(update={"algorithm": algorithm})
+    assert load_domains(settings)["lake"].shows_anchors == shows
+
+
 def test_demonstrations_have_the_prompts_that_the_hub_makes(tmp_path: Path) -> None:
     write_demonstrations(
         lake(context="steps", history_length=1),

@@ -99,6 +99,21 @@ async def test_the_whole_conversation_token_by_token(tokenizer: Tokenizer) -> No
     assert trajectory.reward_parts == {"env": 0.0}
 
 
+async def test_what_is_shown_is_the_anchor_of_a_state_without_one(tokenizer: Tokenizer) -> None:
+    """As with gigpo: an environment's own anchors stay; equal tasks begin in equal states, also
+    where the first observation is empty.
+    """
+    for env, expected in (
+        ("envhub_kit:Silent", ["seven", "text 1", ""]),
+        ("envhub_kit:Count", ["0", "1"]),
+    ):
+        chosen = domain(env, max_turns=3, anchors="observation")
+        trajectory = (await play(players(tokenizer), chosen)).trajectory
+        assert [turn.anchor for turn in trajectory.turns] == expected
+    plain = (await play(players(tokenizer), domain("envhub_kit:Silent", max_turns=3))).trajectory
+    assert [turn.anchor for turn in plain.turns] == ["", "", ""]
+
+
 async def test_an_observation_costs_the_small_model_few_tokens(tokenizer: Tokenizer) -> None:
     lake = domain("frozenlake", max_turns=4)
     trajectory = (await play(players(tokenizer), lake)).trajectory
