@@ -16,6 +16,7 @@ from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.assembly import waits_for_batch
 from learner.algorithm.losses import LOSSES
 from learner.algorithm.traits import EstimatorTraits, estimator_traits, loss_traits
+from learner.backends.section_checks import check_values
 from learner.config import AlgorithmSection, RewardNormalization
 
 
@@ -26,6 +27,7 @@ def check_algorithm(settings: RunSettings) -> None:
         ConfigError: for the first combination that cannot work; names the settings that do.
     """
     algorithm = settings.algorithm
+    check_values(settings.model, algorithm)
     _check_values(algorithm)
     traits = estimator_traits(resolve("advantages", algorithm.adv_estimator, ADVANTAGES))
     _check_critic(algorithm, traits)
@@ -33,15 +35,9 @@ def check_algorithm(settings: RunSettings) -> None:
     _check_correction(algorithm)
     for name, domain in settings.domains.items():
         _check_domain(name, domain, algorithm, traits)
-    if settings.model.dtype == "float16":
-        raise ConfigError(
-            "model.dtype", "float16", "float32 or bfloat16: gradients underflow in float16"
-        )
 
 
 def _check_values(algorithm: AlgorithmSection) -> None:
-    if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
-        raise ConfigError("algorithm.dual_clip", algorithm.dual_clip, "above 1; 3 is usual")
     loss_name = algorithm.pg_variant
     if algorithm.dual_clip is not None and not _loss_has("dual_clip", loss_name):
         supporting = ", ".join(name for name in sorted(LOSSES) if _loss_has("dual_clip", name))

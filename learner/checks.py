@@ -210,10 +210,12 @@ def check_ranks(train: TrainSection) -> None:
     """Check that the backend of a section ``train`` has as many ranks.
 
     Raises:
-        ConfigError: if it trains in one process.
+        ConfigError: if it trains in one process, or its ranks would share a GPU.
     """
     from learner.backends import SINGLE_PROCESS_BACKENDS
+    from learner.backends.section_checks import check_rank_device
 
+    check_rank_device(train)
     if train.ranks > 1 and train.backend in SINGLE_PROCESS_BACKENDS:
         others = _all_but(SINGLE_PROCESS_BACKENDS)
         allowed = f"1 with train.backend {train.backend}; more with {others}"

@@ -14,7 +14,9 @@ from typing import Any, Final
 import yaml
 
 from broker.errors import ConfigError, UserError
+from broker.settings.run_settings import RunSettings
 from learner.checkpoints import checkpoint
+from learner.prepare import refuse_fewer_steps, run_folder
 from learner.run_folder import noted_epoch
 from rlearner_text.hub import is_local, read_json, tokenizer_folder
 from rlearner_text.tokenizer import Tokenizer
@@ -73,6 +75,23 @@ def format_change(change: Change) -> str:
         for text in map(json.dumps, values)
     )
     return f"{key}: {old} -> {new}"
+
+
+def check_continuing(config: dict[str, Any], *, force: bool) -> list[str]:
+    """Check that a run can go on with these settings; return what changed, as ``check_changes``.
+
+    ``rlearner check``, ``up`` and ``start`` call it.
+
+    Args:
+        config: validated, with ``run.name`` set.
+
+    Raises:
+        UserError: if the run has made more steps, or a setting changed that cannot.
+    """
+    settings = RunSettings.of_config(config)
+    folder = run_folder(settings.run)
+    refuse_fewer_steps(folder, str(settings.run.name), settings.train.steps)
+    return check_changes(folder, config, force=force)
 
 
 def check_changes(folder: Path, config: dict[str, Any], *, force: bool) -> list[str]:

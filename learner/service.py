@@ -33,11 +33,16 @@ from learner.give_up import FailureMonitor, watch_hubs
 from learner.loop import TrainingLoop
 from learner.loop_services import open_services, open_trackers
 from learner.operator_requests import OperatorRequests
-from learner.prepare import data_digests, nothing_left, refuse_fewer_steps, run_folder, write_config
+from learner.prepare import data_digests, nothing_left, run_folder, write_config
 from learner.reporting.missing_roles import required_roles, watch_missing_roles
 from learner.reporting.starts import note_start
 from learner.reporting.status import ID, LearnerStatus
-from learner.resume_checks import check_changes, format_change, read_settings, setting_changes
+from learner.resume_checks import (
+    check_continuing,
+    format_change,
+    read_settings,
+    setting_changes,
+)
 from learner.rival_learners import RivalDetector
 from learner.run_folder import note_broker, note_epoch, noted_epoch
 from learner.run_watch import EpochWatch
@@ -89,8 +94,7 @@ async def serve_learner(
     if settings.telemetry.traces:
         require_installed()
     is_new = not (folder / "config.yaml").exists()
-    refuse_fewer_steps(folder, run, settings.train.steps)
-    for change in await asyncio.to_thread(check_changes, folder, config, force=force):
+    for change in await asyncio.to_thread(check_continuing, config, force=force):
         log.info("changed since the last start: %s", change)
     stop.health.set("starting", f"run {run}: waiting for a broker")
     try:

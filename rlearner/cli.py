@@ -229,12 +229,14 @@ def _check_config(options: argparse.Namespace) -> int:
     from broker.settings.runspec import load, validate
     from learner.credit import capacity
     from learner.prepare import name_run, run_folder, to_yaml
+    from learner.resume_checks import check_continuing
     from rlearner.doctor.preflight import fleet_findings, format_finding, learner_findings
     from rlearner.doctor.trial import try_own_code
     from rlearner_text.model_checks import sampling_note
 
     config = load(options.config, options.overrides)
-    if "domains" not in config and "data" in config:  # offline training
+    is_run = "domains" in config or "data" not in config
+    if not is_run:  # offline training
         from learner.offline import config as offline
 
         checked = offline.validate_config(offline.pipeline_of(config), config)
@@ -255,6 +257,8 @@ def _check_config(options: argparse.Namespace) -> int:
         findings = fleet_findings(checked)
     named = name_run(checked, options.config)
     run_folder(RunSection.model_validate(named["run"]))  # fails where no folder can be created
+    if is_run:
+        check_continuing(named, force=False)
     if options.json:
         rows = [asdict(finding) for finding in findings]
         print(visible_json({"config": checked, "notes": list(notes), "findings": rows}))

@@ -7,6 +7,7 @@ from typing import Any
 
 from broker.errors import ConfigError
 from learner.backends.ranks.rendezvous import settings_on_rank
+from learner.backends.section_checks import check_values
 from learner.config import AlgorithmSection, TrainSection
 from rlearner_text.config import ModelSection
 
@@ -51,13 +52,7 @@ class RunContext:
     def check(self) -> None:
         """Raise ConfigError if settings exclude each other."""
         algorithm = self.algorithm
-        if self.model.dtype == "float16":
-            raise ConfigError(
-                "model.dtype", self.model.dtype, "the torch backend trains in float32 or bfloat16"
-            )
-        if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
-            allowed = "it bounds the ratio from above and must exceed 1; 3 is usual"
-            raise ConfigError("algorithm.dual_clip", algorithm.dual_clip, allowed)
+        check_values(self.model, algorithm)
         if algorithm.loss_agg_mode == "seq-mean-token-sum-norm" and self.max_length is None:
             raise ConfigError(
                 "algorithm.loss_agg_mode", algorithm.loss_agg_mode, "it needs a maximum length"

@@ -1,11 +1,39 @@
-"""Checks of a backend's own section of ``train``, without importing torch."""
+"""Rules of the backends, for ``rlearner check`` and for the backends themselves. No torch."""
 
 from __future__ import annotations
 
 from broker.errors import ConfigError
 from broker.weights.carriers import CARRIERS
 from broker.weights.carriers.selection import AUTO
-from learner.config import DeepspeedSection, TrainSection
+from learner.config import AlgorithmSection, DeepspeedSection, TrainSection
+from rlearner_text.config import ModelSection
+
+
+def check_values(model: ModelSection, algorithm: AlgorithmSection) -> None:
+    """Check single values that no backend trains with.
+
+    Raises:
+        ConfigError: if gradients would underflow, or a clip would take no effect.
+    """
+    if model.dtype == "float16":
+        raise ConfigError(
+            "model.dtype", "float16", "float32 or bfloat16: gradients underflow in float16"
+        )
+    if algorithm.dual_clip is not None and algorithm.dual_clip <= 1:
+        raise ConfigError("algorithm.dual_clip", algorithm.dual_clip, "above 1; 3 is usual")
+
+
+def check_rank_device(train: TrainSection) -> None:
+    """Check that each rank can have a device of its own.
+
+    Raises:
+        ConfigError: if several ranks would share one GPU.
+    """
+    if train.ranks > 1 and train.device not in ("auto", "cpu", "cuda"):
+        allowed = (
+            f"auto, cpu or cuda with train.ranks {train.ranks}: each rank takes a GPU of its own"
+        )
+        raise ConfigError("train.device", train.device, allowed)
 
 
 def check_deepspeed(train: TrainSection) -> None:

@@ -150,8 +150,8 @@ class _Group:
 
     def __init__(self, hub: int, due: int, *, is_kept: bool) -> None:
         self.hub = hub
-        self.is_kept = is_kept
         self.due = due
+        self.is_kept = is_kept
         self.finished = self.to_score = 0
         self.episodes: list[_Episode] = []
 

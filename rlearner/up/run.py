@@ -29,7 +29,7 @@ from broker.settings.config import PRIVATE_STORE_GIB, RunSection
 from broker.settings.run_settings import RunSettings
 from learner.checkpoints.checkpoint import newest_checkpoint
 from learner.prepare import nothing_left, refuse_fewer_steps, run_folder
-from learner.resume_checks import check_changes
+from learner.resume_checks import check_continuing
 from learner.run_folder import STORE, noted_epoch
 from rlearner.advise.advice import bottleneck_line
 from rlearner.ops.continue_line import continue_line
@@ -125,7 +125,7 @@ async def run_processes(
     limited = settings.broker.model_copy(update={"store_max_gib": store_max_gib})
     settings = settings.model_copy(update={"broker": limited})
     config = settings.model_dump(mode="json")
-    changed = await asyncio.to_thread(check_changes, folder, config, force=force)
+    changed = await asyncio.to_thread(check_continuing, config, force=force)
     flags = [*["--force"] * force, *["--rebase"] * rebase, *["--share-gpus"] * share_gpus]
     with removed_on_failure(folder), RunClaim(folder, run) as claim:
         logs = folder / "logs"

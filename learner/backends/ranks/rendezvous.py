@@ -16,6 +16,7 @@ from broker.errors import ConfigError, RlearnerError
 from broker.system.connections import interface_of
 from broker.weights.carriers.nccl import nccl_environment
 from broker.weights.group import first_line
+from learner.backends.section_checks import check_rank_device
 from learner.config import TrainSection
 
 # Of one collective, for a rank that hangs; one that exits is noticed at once.
@@ -63,11 +64,7 @@ def settings_on_rank(train: TrainSection, local_rank: int, num_here: int) -> Tra
         or (train.device == "auto" and not torch.cuda.is_available())
     ):
         return train
-    if train.device not in ("auto", "cuda"):
-        allowed = (
-            f"auto, cpu or cuda with train.ranks {train.ranks}: each rank takes a GPU of its own"
-        )
-        raise ConfigError("train.device", train.device, allowed)
+    check_rank_device(train)
     if num_here > (num_gpus := torch.cuda.device_count()):
         if num_gpus == 1 and num_here < train.ranks:
             # Slurm may let each task see its own GPU only.

@@ -102,6 +102,11 @@ def merged(**sections: Any) -> dict[str, Any]:
             "train.ranks",
             "1 with train.backend torch; more with ddp, fsdp2, deepspeed or megatron",
         ),
+        (
+            {"train": {"backend": "ddp", "ranks": 2, "device": "cuda:1"}},
+            "train.device",
+            "auto, cpu or cuda with train.ranks 2: each rank takes a GPU of its own",
+        ),
         ({"train": {"max_staleness": -1}}, "train.max_staleness", "greater than or equal to 0"),
         ({"train": {"on_late": "skip"}}, "train.on_late", "'drop' or 'wait'"),
         ({"train": {"lr": "fast"}}, "train.lr", "valid number"),

@@ -420,7 +420,7 @@ def test_save_is_a_model_that_transformers_loads(path, tmp_path):
         ),
         (
             {"model": ModelSection(dtype="float16")},
-            "model.dtype: 'float16' is not allowed; the torch backend trains in float32 or bfloat16",
+            "model.dtype: 'float16' is not allowed; float32 or bfloat16: gradients underflow",
         ),
         ({"algorithm": AlgorithmSection(dual_clip=0.9)}, "algorithm.dual_clip: 0.9"),
         (
