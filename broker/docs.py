@@ -21,6 +21,7 @@ from broker.channel.bundle import FULL_AT, MAX_TOKEN_CHARS
 from broker.contract import checks, codec, sizes, streams, wire
 from broker.contract.examples import EXAMPLES
 from broker.contract.streams import STREAMS, Stream, StreamKind
+from broker.docs_identity import identity_section
 from broker.identity.signatures import HEADER as SIGNATURE
 from broker.jetstream import consumers
 
@@ -64,18 +65,17 @@ tokenizer; the bucket `rl_{{run}}_models` has its files for hosts without that f
 `draining` and at once after `stopped`; no entry means `running`. Publish a `Presence` with role `envhub` and the
 domains in `serves`, every second or two to `rl.{{run}}.presence.envhub.{{id}}`, and put it into the bucket
 `rl_{{run}}_members` every 20 s. The learner uses it to find the members of the run. Its `voucher` proves that it is
-yours: the join token's `certificate`, a dot, and the base64 of an ed25519 signature with the token's key of
-`rlearner statement`, a newline and the JSON list `[run, role, id, address, channel, policy, serves, key]` without
-spaces (with `epoch, version, kind` at its end where a rollout server's presence has a `refusal`). Others ignore a
-presence without a valid one.
+yours ([exact bytes](#join-tokens-and-vouchers)). Others ignore a presence without a valid one.
 
-**Take tickets.** All hubs read the queue of a domain through one durable pull consumer, named after the domain (after
-the pool in the stream `rl_{{run}}_episodes`). The learner creates it before the RunSpec; hubs may not:
+**Take tickets.** Training tickets are in the stream `rl_{{run}}_tickets`, tickets of evaluations in
+`rl_{{run}}_evaltickets`, with the subjects `rl.{{run}}.tickets.{{domain}}` and `rl.{{run}}.evaltickets.{{domain}}`. All hubs
+read the queue of a domain through one durable pull consumer, named after the domain (after the pool in the stream
+`rl_{{run}}_episodes`). The learner creates it before the RunSpec; hubs may not:
 
 | setting | value | why |
 |---|---|---|
 | `durable_name` | the domain or pool | the broker refuses two consumers of the same messages (error 10100) |
-| `filter_subject` | `rl.{{run}}.tickets.{{domain}}` | |
+| `filter_subject` | `rl.{{run}}.tickets.{{domain}}`, or the one of evaluations | |
 | `ack_policy`, `deliver_policy` | `explicit`, `all` | the broker allows no others for a work queue |
 | `ack_wait` | {streams.ACK_WAIT_S:g} s, or more | a dead hub's tickets are delivered again after this time |
 | `max_ack_pending` | -1 | the default of 1,000 would limit the whole fleet |
@@ -171,6 +171,8 @@ def render() -> str:
     """Return the whole document."""
     parts = [
         INTRO,
+        "",
+        identity_section(),
         "## Streams\n",
         _streams_table(),
         "## Messages\n",
@@ -217,6 +219,8 @@ def _subject(stream: Stream) -> str:
 
 def _streams_table() -> str:
     rows = [
+        "JetStream's name of a stream is `rl_{run}_` and its name here, as `rl_{run}_tickets`; that of a "
+        "bucket stands before the slash.\n",
         "| stream | subject, or bucket/key | messages | delivery | writer | reader | kept |",
         "|---|---|---|---|---|---|---|",
     ]

@@ -31,7 +31,7 @@ class PresenceSigner:
 
     def signed(self, presence: wire.Presence) -> wire.Presence:
         """Return the presence with its voucher; without one on brokers without keys."""
-        statement = _signed_statement(self._bus.run, presence)
+        statement = signed_statement(self._bus.run, presence)
         if statement != self._statement:
             self._statement = statement
             self._voucher = self._bus.link.login.vouch(self._bus.run, statement)
@@ -55,7 +55,7 @@ class PresenceVerifier:
             self._warn(name, f"presence of another process, {message.role}.{message.id}")
             return False
         run = self._run or self._bus.run
-        statement = _signed_statement(run, message)
+        statement = signed_statement(run, message)
         signed = (statement, message.voucher)
         if self._known.get(name) == signed:
             return True
@@ -75,7 +75,8 @@ class PresenceVerifier:
             log.warning("%s: %s", name, problem)
 
 
-def _signed_statement(run: str, presence: wire.Presence) -> bytes:
+def signed_statement(run: str, presence: wire.Presence) -> bytes:
+    """Return the part of a presence that its voucher signs."""
     refusal = presence.refusal
     values = [
         run,
