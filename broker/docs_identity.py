@@ -1,4 +1,4 @@
-"""The part of docs/wire.md on join tokens and vouchers, with an example that anyone can recompute."""
+"""The part of docs/wire.md on join tokens and vouchers, with an example to recompute."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ MEANINGS: Final = {
     "role": "the only role that it admits",
     "name": "by which `rlearner revoke` ends it; the last part of the reply subjects",
     "expires_at": "unix seconds at which the broker refuses it, unless it was renewed there",
-    "owner": "public key of the run's owner (nkeys), which signs `RunSpec`, `DesiredState` and offers",
+    "owner": "public key of the run's owner (nkeys), which signs what is marked `signed`",
     "certificate": "by which the owner vouches for the token's key, see below",
     "authority": "PEM of the broker's certificate authority; empty on loopback",
     "seed": "the secret half of the token's key (an nkeys seed of a user)",
@@ -71,7 +71,7 @@ def identity_section() -> str:
     return "\n".join(
         [
             "## Join tokens and vouchers\n",
-            "A join token is a file of one JSON object, as `rlearner invite` writes it (mode 600):\n",
+            "A join token is a file of one JSON object (mode 600):\n",
             "| field | meaning |",
             "|---|---|",
             *rows,

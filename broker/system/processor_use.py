@@ -15,7 +15,7 @@ CGROUP: Final = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
-class _Sample:
+class _CpuTimes:
     at: float
     busy_s: float  # of the cores that this container may use, by all processes of the host
     total_s: float
@@ -51,7 +51,7 @@ class ProcessorUse:
             busy = max(busy, own)
         return {"host/cores": cores, "host/cpu_busy": min(1.0, max(0.0, busy))}
 
-    def _read(self) -> _Sample:
+    def _read(self) -> _CpuTimes:
         busy_s = 0.0
         total_s = 0.0
         times = psutil.cpu_times(percpu=True)
@@ -62,7 +62,7 @@ class ProcessorUse:
             core_s = sum(core_times) - guests
             total_s += core_s
             busy_s += core_s - core_times.idle - getattr(core_times, "iowait", 0.0)
-        return _Sample(time.monotonic(), busy_s, total_s, self._own_s())
+        return _CpuTimes(time.monotonic(), busy_s, total_s, self._own_s())
 
     def _cores(self) -> list[int]:
         """Return the numbers of the cores that this container may use."""

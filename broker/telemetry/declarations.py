@@ -39,6 +39,8 @@ Unit = Literal[
     "requests",
     "messages",
     "processes",
+    "hosts",
+    "cores",
     "threads",
     "transfers",
     "currency",

@@ -137,11 +137,8 @@ def _simulation_notes(run: FittedRun, requested: Mapping[str, float]) -> list[st
             "the gain needs processes on another host."
         )
     if advice_of(run).is_rough:
-        notes.append(
-            f"The model explains {1 / run.explained:.0%} of a step's time: the gain is rough.".replace(
-                "%", " %"
-            )
-        )
+        share = f"{1 / run.explained:.0%}".replace("%", " %")
+        notes.append(f"The model explains {share} of a step's time: the gain is rough.")
     return notes
 
 

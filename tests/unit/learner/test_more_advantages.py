@@ -257,7 +257,7 @@ def test_similar_observations_join_the_first_group_they_resemble() -> None:
 
 
 def test_gigpo_without_anchors_is_refused() -> None:
-    with pytest.raises(ConfigError, match="domains.DOMAIN.anchors observation, or an"):
+    with pytest.raises(ConfigError, match=r"domains\.DOMAIN\.anchors observation, or an"):
         gigpo.estimate([trajectory([(1, 2, 1.0, "")], 2)], AlgorithmSection())
 
 
