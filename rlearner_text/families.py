@@ -16,7 +16,7 @@ import msgspec
 
 from broker.errors import ConfigError
 from broker.settings.schema.training import LoraSection
-from rlearner_text.hub import is_local, read_json
+from rlearner_text.hub import ModelConfig, is_local, read_json
 
 FILE: Final = Path(str(files("rlearner_text") / "families.json"))
 WORKS: Final = "works"
@@ -65,7 +65,7 @@ def read_matrix(file: Path | None = None) -> Matrix:
     return msgspec.json.decode((file or FILE).read_bytes(), type=Matrix)
 
 
-def family_of(config: Mapping[str, Any]) -> Family | None:
+def family_of(config: ModelConfig) -> Family | None:
     """Return the row of a model's config.json; None if no model of its type was run."""
     model_type = str(config.get("model_type"))
     rows = [row for row in read_matrix().families if row.model_type == model_type]
@@ -77,7 +77,7 @@ def family_of(config: Mapping[str, Any]) -> Family | None:
     return max(rows, key=lambda row: len(row.when), default=None)
 
 
-def _setting_at(config: Mapping[str, Any], path: str) -> Any:
+def _setting_at(config: ModelConfig, path: str) -> Any:
     value: Any = config
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None

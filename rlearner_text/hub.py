@@ -37,6 +37,8 @@ _HUB_NAME: Final = re.compile(r"(?:(?:\w|\w[\w.-]{0,94}\w)/)?(?:\w|\w[\w.-]{0,94
 _REVISION: Final = re.compile(r"\w[\w./-]{0,127}")
 _COMMIT: Final = re.compile(r"[0-9a-f]{40}")
 _EXPECTED: Final = "give a Hugging Face model folder or hub name such as Qwen/Qwen3-0.6B"
+# Content of a model's config.json or of another JSON file in its folder.
+ModelConfig = dict[str, Any]
 
 
 def is_local(path: str) -> bool:
@@ -205,7 +207,7 @@ def _stored_shapes(folder: Path) -> dict[str, list[int]] | None:
     return shapes
 
 
-def read_json(file: Path, path: str, key: str, *, missing_ok: bool = False) -> dict[str, Any]:
+def read_json(file: Path, path: str, key: str, *, missing_ok: bool = False) -> ModelConfig:
     """Read a JSON object from a model folder; empty if it is missing and ``missing_ok``.
 
     Raises:

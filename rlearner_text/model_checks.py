@@ -20,7 +20,7 @@ from broker.errors import ConfigError
 from broker.settings.config import DomainSection
 from rlearner_text.chat_template import TEMPLATE_KEY, read_template, template_source
 from rlearner_text.config import ModelSection, check_model_path
-from rlearner_text.hub import check_trust, is_local, read_json, tokenizer_folder
+from rlearner_text.hub import ModelConfig, check_trust, is_local, read_json, tokenizer_folder
 from rlearner_text.model_trial import try_model
 from rlearner_text.tokenizer import Tokenizer
 
@@ -65,17 +65,17 @@ class ModelFiles:
     Attributes:
         folder: with its configuration and tokenizer.
         path: the setting ``model.path``, for error messages.
-        config: content of config.json.
+        content: of config.json.
     """
 
     folder: Path
     path: str
-    config: Mapping[str, Any]
+    content: ModelConfig
 
     @property
-    def text_config(self) -> Mapping[str, Any]:
-        """The part of ``config`` about the language model."""
-        return self.config.get("text_config") or self.config
+    def text_config(self) -> ModelConfig:
+        """The part of ``content`` about the language model."""
+        return self.content.get("text_config") or self.content
 
     def refused(self, problem: str) -> ConfigError:
         return ConfigError(KEY, self.path, problem)
@@ -166,11 +166,11 @@ def check_type(files: ModelFiles, *, trust_remote_code: bool) -> None:
     Raises:
         ConfigError: if it does not.
     """
-    name = files.config.get("model_type")
+    name = files.content.get("model_type")
     types = known_types()
     if not isinstance(name, str) or types is None or name in types:
         return
-    has_code = "auto_map" in files.config
+    has_code = "auto_map" in files.content
     if has_code and trust_remote_code:
         return
     problem = (
@@ -190,7 +190,7 @@ def check_unquantized(files: ModelFiles) -> None:
         ConfigError: if they are; names the method.
     """
     sections = [
-        files.config.get("quantization_config"),
+        files.content.get("quantization_config"),
         files.text_config.get("quantization_config"),
     ]
     methods = [
@@ -346,7 +346,7 @@ def known_types() -> frozenset[str] | None:
     return names if len(names) >= _FEWEST_TYPES else None
 
 
-def _media_tokens(config: Mapping[str, Any]) -> set[str]:
+def _media_tokens(config: ModelConfig) -> set[str]:
     """Return tokens that tokenizer_config.json names for something else than text, such as
     ``image_token``.
     """

@@ -9,10 +9,11 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
+from rlearner_text.hub import ModelConfig
 from rlearner_text.tokenizer import Tokenizer
 
 # Tokens; past the chunks of 64 in which kernels of linear attention compute.
@@ -61,7 +62,7 @@ _ENDINGS: Final = (
 )  # fmt: skip
 
 
-def switch_lengths(model_config: Mapping[str, Any]) -> tuple[int, ...]:
+def switch_lengths(model_config: ModelConfig) -> tuple[int, ...]:
     """Return the lengths in tokens beyond which a model computes otherwise, ascending.
 
     Args:
@@ -71,9 +72,9 @@ def switch_lengths(model_config: Mapping[str, Any]) -> tuple[int, ...]:
     return tuple(sorted(set(_find_switches(model_config))))
 
 
-def _find_switches(settings: Mapping[str, Any]) -> Iterator[int]:
+def _find_switches(settings: ModelConfig) -> Iterator[int]:
     for name, value in settings.items():
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             yield from _find_switches(value)
         elif not isinstance(value, int) or isinstance(value, bool) or value < 2:
             continue
@@ -86,13 +87,13 @@ def _find_switches(settings: Mapping[str, Any]) -> Iterator[int]:
             yield value
 
 
-def _rope_types(settings: Mapping[str, Any]) -> set[str]:
+def _rope_types(settings: ModelConfig) -> set[str]:
     """Return the kinds of rotary positions at a level of a configuration."""
     levels = [settings, *(value for value in settings.values() if isinstance(value, Mapping))]
     return {str(level.get("rope_type", level.get("type"))) for level in levels}
 
 
-def probe_length(model_config: Mapping[str, Any], max_context: int) -> int:
+def probe_length(model_config: ModelConfig, max_context: int) -> int:
     """Return the tokens that pass every switch within the run's context, and leave room for one."""
     reached = [
         switch + MARGIN for switch in switch_lengths(model_config) if switch < max_context - 1
@@ -102,7 +103,7 @@ def probe_length(model_config: Mapping[str, Any], max_context: int) -> int:
 
 def probe_tokens(
     tokenizer: Tokenizer | None,
-    model_config: Mapping[str, Any],
+    model_config: ModelConfig,
     *,
     vocab_size: int,
     max_context: int,

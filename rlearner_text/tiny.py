@@ -7,7 +7,7 @@ import string
 from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Final
+from typing import Final
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from broker.errors import ConfigError
 from rlearner_text.atomic_folders import atomic_folder
 from rlearner_text.config import TinyModel
+from rlearner_text.hub import ModelConfig
 from rlearner_text.tokenizer import Tokenizer
 from rlearner_text.transformers_import import import_transformers
 
@@ -125,7 +126,7 @@ def check_tiny(tiny: TinyModel) -> None:
 def _write_tokenizer(folder: Path, tiny: TinyModel) -> None:
     tokenizer = _character_tokenizer(tiny.words) if tiny.vocab == "chars" else _bpe_tokenizer(tiny)
     tokenizer.save(str(folder / "tokenizer.json"))
-    config: dict[str, Any] = {
+    config: ModelConfig = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": END_OF_TURN,
         "pad_token": PAD,

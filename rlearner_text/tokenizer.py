@@ -25,7 +25,7 @@ from rlearner_text.chat_template import (
     find_template,
     template_source,
 )
-from rlearner_text.hub import read_json, tokenizer_folder
+from rlearner_text.hub import ModelConfig, read_json, tokenizer_folder
 from rlearner_text.model_trial import try_model
 from rlearner_text.special_text import CUT, encode_parts, shielder
 from rlearner_text.transformers_import import import_transformers
@@ -80,7 +80,7 @@ def _as_exception(error: BaseException) -> BaseException:
 class _Fast:
     """tokenizer.json, plus the added tokens that only tokenizer_config.json lists."""
 
-    def __init__(self, file: Path, config: dict[str, Any]) -> None:
+    def __init__(self, file: Path, config: ModelConfig) -> None:
         self._tokenizer = tokenizers.Tokenizer.from_file(str(file))
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -384,7 +384,7 @@ class Tokenizer:
         return tuple(sorted(ids | ({own} if own is not None else set())))
 
 
-def _load_fast(file: Path, config: dict[str, Any], name: str, key: str) -> _Fast:
+def _load_fast(file: Path, config: ModelConfig, name: str, key: str) -> _Fast:
     try:
         return _Fast(file, config)
     # the library raises plain Exception for a malformed file, or panics
@@ -394,7 +394,7 @@ def _load_fast(file: Path, config: dict[str, Any], name: str, key: str) -> _Fast
         raise ConfigError(key, name, f"tokenizer.json cannot be read: {problem}") from None
 
 
-def _named_tokens(config: dict[str, Any], special_map: dict[str, Any]) -> dict[str, str]:
+def _named_tokens(config: ModelConfig, special_map: ModelConfig) -> dict[str, str]:
     tokens: dict[str, str] = {}
     for kind in _NAMED_TOKENS:
         token = config.get(kind, special_map.get(kind))

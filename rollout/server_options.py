@@ -10,6 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from broker.errors import UserError
+from broker.settings.config import UserSettings
 from broker.settings.run_settings import RunSettings
 from broker.settings.sections import parse
 from rlearner_text.config import check_model_path
@@ -58,7 +59,7 @@ def check_arguments(options: argparse.Namespace) -> None:
         UserError: if an override is malformed, a value is not allowed, or the engine or model does
             not exist.
     """
-    section: dict[str, Any] = {} if options.engine is None else {"engine": options.engine}
+    section: UserSettings = {} if options.engine is None else {"engine": options.engine}
     for override in options.overrides:
         section = apply_override(section, override)
     check_engine_name(parse("rollout", section, RolloutSection).engine)
@@ -66,7 +67,7 @@ def check_arguments(options: argparse.Namespace) -> None:
         check_model_path(options.model, "--model")
 
 
-def apply_override(section: dict[str, Any], override: str) -> dict[str, Any]:
+def apply_override(section: UserSettings, override: str) -> UserSettings:
     """Return the section with one ``key=value`` applied; the value is YAML, the key may begin with
     ``rollout.``.
 

@@ -37,6 +37,8 @@ Dtype = Literal["<i4", "<f4", "|u1"]
 Carrier = Literal["ipc", "shared", "nccl", "gloo", "curve"]
 RefusalKind = Literal["layout", "base", "logprobs"]
 Array = npt.NDArray[Any]
+# Checked settings as JSON values, as messages and a run's folder hold them.
+PlainSettings = dict[str, Any]
 _NATIVE: Final = {"<i4": "i", "<f4": "f", "|u1": "B"}
 _TYPECODES: Final[dict[str, str]] = _NATIVE if sys.byteorder == "little" else {}
 
@@ -633,7 +635,7 @@ class RunSpec(Message, frozen=True, tag="RunSpec"):
     run: str  # the run's name
     wire_version: int  # WIRE_VERSION of the learner
     epoch: int  # incarnation of the learner that wrote it
-    config: dict[str, Any]  # the resolved configuration, every section
+    config: PlainSettings  # the resolved configuration, every section
     model_path: str  # folder or hub name of the policy's first weights and tokenizer
     data_digests: dict[str, str] = {}  # file path to content digest, for data sets read by hubs
     created: float = 0.0  # unix seconds, for display only

@@ -24,8 +24,10 @@ NO_JETSTREAM_AFTER_S: Final = 10.0
 # for a replica that answers for a stream before it has caught up with the others
 CATCH_UP_S: Final = 30.0
 CATCH_UP_PAUSE_S: Final = 0.5
+# The server's own JSON: settings of a stream or a consumer.
+JetStreamConfig = dict[str, Any]
 # consumer settings
-EPHEMERAL: Final[dict[str, Any]] = {"ack_policy": "none", "mem_storage": True, "num_replicas": 1}
+EPHEMERAL: Final[JetStreamConfig] = {"ack_policy": "none", "mem_storage": True, "num_replicas": 1}
 NO_STREAM: Final = 10059
 NO_MESSAGE: Final = 10037
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from broker.contract.streams import ACK_WAIT_S, LONGEST_ACK_WAIT_S
 from broker.errors import UserError
-from broker.jetstream.api import call_api
+from broker.jetstream.api import JetStreamConfig, call_api
 from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import ApiError, NoStream
 from broker.system.reminders import Reminders
@@ -21,7 +21,7 @@ WAIT_S: Final = 0.25
 # harmless, and cannot be changed
 ADOPTED_SETTINGS: Final[tuple[str, ...]] = ("max_waiting", "mem_storage", "num_replicas")
 # settings for which a queue needs exactly this value
-FIXED_SETTINGS: Final[dict[str, Any]] = {
+FIXED_SETTINGS: Final[JetStreamConfig] = {
     "deliver_subject": "", "replay_policy": "instant", "headers_only": False,
     "priority_policy": "", "max_batch": 0,
     "max_expires": 0, "max_bytes": 0, "inactive_threshold": 0, "backoff": [], "filter_subjects": [],
@@ -31,7 +31,7 @@ UNSET: Final[tuple[Any, ...]] = (None, "", 0, False, [], "none")
 SECONDS: Final = ("ack_wait", "max_expires", "inactive_threshold")  # in nanoseconds on the wire
 
 
-def consumer_settings(name: str, subject: str, ack_wait_s: float = ACK_WAIT_S) -> dict[str, Any]:
+def consumer_settings(name: str, subject: str, ack_wait_s: float = ACK_WAIT_S) -> JetStreamConfig:
     """Return JetStream's configuration of one queue's consumer."""
     return {
         "durable_name": name,
@@ -47,7 +47,7 @@ def consumer_settings(name: str, subject: str, ack_wait_s: float = ACK_WAIT_S) -
 
 
 def compare_settings(
-    existing: dict[str, Any], required: dict[str, Any]
+    existing: JetStreamConfig, required: JetStreamConfig
 ) -> dict[str, tuple[Any, Any]]:
     """Return the settings in which a consumer differs from what is wanted, with both values."""
     pairs = {
@@ -58,7 +58,7 @@ def compare_settings(
     }
 
 
-def adopt_settings(existing: dict[str, Any], required: dict[str, Any]) -> dict[str, Any]:
+def adopt_settings(existing: JetStreamConfig, required: JetStreamConfig) -> JetStreamConfig:
     """Return the settings for another program's consumer: the wanted ones, except harmless ones of
     its own.
     """
@@ -69,7 +69,7 @@ def adopt_settings(existing: dict[str, Any], required: dict[str, Any]) -> dict[s
 
 
 async def ensure_consumer(
-    link: NatsLink, stream_name: str, required: dict[str, Any]
+    link: NatsLink, stream_name: str, required: JetStreamConfig
 ) -> tuple[str, float]:
     """Create the consumer of a queue, or adopt the existing one; return its name and its ack_wait
     in seconds.
@@ -98,7 +98,7 @@ async def ensure_consumer(
 
 
 async def _wait_for_consumer(
-    link: NatsLink, stream_name: str, required: dict[str, Any]
+    link: NatsLink, stream_name: str, required: JetStreamConfig
 ) -> tuple[str, float]:
     reminders = Reminders()
     while (
@@ -119,7 +119,7 @@ async def _wait_for_consumer(
 
 
 async def _adopt_consumer(
-    link: NatsLink, stream_name: str, existing: dict[str, Any], required: dict[str, Any]
+    link: NatsLink, stream_name: str, existing: JetStreamConfig, required: JetStreamConfig
 ) -> tuple[str, float]:
     name = existing["durable_name"]
     config = adopt_settings(existing, required)
@@ -143,12 +143,12 @@ async def _adopt_consumer(
     return _name_and_wait(config)
 
 
-def _name_and_wait(config: dict[str, Any]) -> tuple[str, float]:
+def _name_and_wait(config: JetStreamConfig) -> tuple[str, float]:
     return str(config["durable_name"]), config["ack_wait"] / 1e9
 
 
 def _unusable_consumer(
-    stream_name: str, existing: dict[str, Any], required: dict[str, Any], reason: str
+    stream_name: str, existing: JetStreamConfig, required: JetStreamConfig, reason: str
 ) -> UserError:
     name = existing["durable_name"]
     return UserError(
@@ -162,11 +162,11 @@ def _unusable_consumer(
 
 async def find_consumer(
     link: NatsLink, stream_name: str, name: str, subject: str
-) -> dict[str, Any] | None:
+) -> JetStreamConfig | None:
     """Return the configuration of the consumer with that name, else of one that takes that subject,
     else None.
     """
-    configs: list[dict[str, Any]] = []
+    configs: list[JetStreamConfig] = []
     while True:
         page = await call_api(link, f"CONSUMER.LIST.{stream_name}", {"offset": len(configs)})
         configs += [config["config"] for config in page.get("consumers") or []]
@@ -209,7 +209,7 @@ def _format_setting(name: str, value: Any) -> str:
 
 
 async def _create_consumer(
-    link: NatsLink, stream_name: str, config: dict[str, Any], **more: str
+    link: NatsLink, stream_name: str, config: JetStreamConfig, **more: str
 ) -> None:
     request = f"CONSUMER.DURABLE.CREATE.{stream_name}.{config['durable_name']}"
     await call_api(link, request, {"stream_name": stream_name, "config": config, **more})

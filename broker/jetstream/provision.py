@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import Any, Final
+from typing import Final
 
 from broker.contract.streams import STREAMS, Stream, StreamKind
 from broker.errors import UserError
-from broker.jetstream.api import call_api
+from broker.jetstream.api import JetStreamConfig, call_api
 from broker.nats.connection import NatsLink
 from broker.nats.nats_errors import ApiError, NoStream
 from broker.system.reminders import Reminders
@@ -45,7 +45,7 @@ def require_safe_cluster(link: NatsLink) -> None:
         )
 
 
-async def ensure_stream(link: NatsLink, config: dict[str, Any]) -> None:
+async def ensure_stream(link: NatsLink, config: JetStreamConfig) -> None:
     """Create a stream unless it exists; an existing one keeps its settings, which an operator may
     have changed.
 
@@ -123,7 +123,7 @@ async def delete_stream(link: NatsLink, name: str) -> None:
         log.debug("%s did not exist", name)
 
 
-def stream_config(stream: Stream, run: str, replicas: int = 1) -> dict[str, Any] | None:
+def stream_config(stream: Stream, run: str, replicas: int = 1) -> JetStreamConfig | None:
     """Return JetStream's configuration of a row of the table, None if it is not stored; durations
     in nanoseconds.
 
@@ -133,7 +133,7 @@ def stream_config(stream: Stream, run: str, replicas: int = 1) -> dict[str, Any]
     if stream.kind in (StreamKind.REQUEST, StreamKind.BEST_EFFORT):
         return None
     name = stream.stream_name(run)
-    config: dict[str, Any] = {
+    config: JetStreamConfig = {
         "name": name,
         "subjects": [stream.all_subjects(run)],
         "storage": "memory" if stream.memory else "file",

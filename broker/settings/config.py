@@ -23,6 +23,10 @@ from broker.contract.streams import check_token
 from broker.errors import ConfigError
 
 Harmless = tuple[str, ...] | None  # see Section
+# Of a user's file or command line, before any check: keys and values may be anything.
+UserSettings = dict[str, Any]
+# Checked by the plug-in's own class.
+PluginArguments = dict[str, Any]
 
 
 class Section(BaseModel):
@@ -194,7 +198,7 @@ class RewardConfig(Section):
     weight: float = 1.0
     pool: Token = "default"  # which reward hubs may compute it
     # arguments of the reward, checked by its class
-    args: dict[str, Any] = {}
+    args: PluginArguments = {}
 
     @pydantic.model_validator(mode="before")
     @classmethod
@@ -216,7 +220,7 @@ class DomainSection(Section):
     # a name of the registry in envhub/envs, or a dotted path or file path to a class
     env: Annotated[str, PluginMark("envs", "envhub.envs:ENVS", "env_args")]
     # arguments of the environment, checked by its class
-    env_args: dict[str, Any] = {}
+    env_args: PluginArguments = {}
     # null: the default of its class
     isolation: Literal["none", "thread", "process", "sandbox"] | None = None
     network: bool = False  # with isolation sandbox: whether the environment may use the network
@@ -256,7 +260,7 @@ class DomainSection(Section):
         str, PluginMark("length_estimators", "envhub.lengths:ESTIMATORS", "length_estimator_args")
     ] = "regression"
     # arguments of the estimator, checked by its class
-    length_estimator_args: dict[str, Any] = {}
+    length_estimator_args: PluginArguments = {}
     rewards: list[RewardConfig] = []
     # score each episode when it ends, if a reward hub is idle; false: with its group
     score_ahead: bool = True

@@ -18,7 +18,7 @@ from pydantic_core import PydanticSerializationError, to_jsonable_python
 
 from broker.contract import wire
 from broker.errors import ConfigError, UserError
-from broker.settings.config import DataMark, EndpointMark, PluginMark, Section
+from broker.settings.config import DataMark, EndpointMark, PluginMark, Section, UserSettings
 from broker.settings.host_rules import HostRules
 from broker.settings.registry import resolve
 from broker.settings.runspec import SECTIONS as ALL_SECTIONS
@@ -96,7 +96,7 @@ def _format_refusals(refusals: list[Refusal]) -> str:
 
 
 def refused_settings(
-    config: Mapping[str, Any], rules: HostRules, *, is_trusted: bool = False
+    config: UserSettings, rules: HostRules, *, is_trusted: bool = False
 ) -> list[Refusal]:
     """Return the settings of a configuration that a host does not accept.
 

@@ -16,7 +16,7 @@ from typing import Any, Final, Self
 import pydantic
 
 from broker.errors import ConfigError, UserError
-from broker.settings.config import Section
+from broker.settings.config import Section, UserSettings
 from broker.settings.host_rules import enforced_rules
 from broker.system.redaction import HIDDEN, is_secret_name, why_secret
 
@@ -125,7 +125,7 @@ def refuse_copied(key: str, variable: str) -> None:
         )
 
 
-def refuse_literal(config: Mapping[str, Any]) -> None:
+def refuse_literal(config: UserSettings) -> None:
     """Check that a configuration holds no secret: folder, broker and trackers store it.
 
     Raises:

@@ -7,6 +7,7 @@ from typing import Any, Final
 import msgspec
 from msgspec.msgpack import Decoder, Encoder
 
+from broker.contract.wire import PlainSettings
 from envhub.envs.base import Split
 
 # --- hub and forkserver
@@ -16,7 +17,7 @@ class SetupDomain(msgspec.Struct, frozen=True, tag=True):
     """The domain whose environment to run; answered by ForkserverReady or RequestRefused."""
 
     name: str
-    section: dict[str, Any]
+    section: PlainSettings
     memory_mib: int | None
     preload: bool  # import it once before forking, else each worker imports it
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
@@ -21,6 +21,7 @@ from broker.weights.rendezvous.board_server import BoardServer
 from learner.backends.ranks.leader import EXIT_RANK_DIED, exit_at_once
 from learner.backends.ranks.link import LinkClosedError, RankLink
 from learner.backends.ranks.messages import (
+    BackendArguments,
     BuildCommand,
     EndCommand,
     FoldersCommand,
@@ -117,7 +118,7 @@ class NodeRanks:
         # Each group that is built meets under a name of its own in the same store.
         return f"group-{self._num_built}"
 
-    def build(self, backend: str, settings: dict[str, Any]) -> None:
+    def build(self, backend: str, settings: BackendArguments) -> None:
         self._num_built += 1
         self._compare_folders(
             {str(settings[key]) for key in ("model_path", "ref_path") if settings.get(key)}

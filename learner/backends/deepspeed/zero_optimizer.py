@@ -36,6 +36,8 @@ from learner.backends.optimizer import (
 from learner.backends.parts.slices import Slice
 from learner.config import DeepspeedSection, TrainSection
 
+# The content of DeepSpeed's own configuration file.
+DeepSpeedConfig = dict[str, Any]
 # Fills a parameter by its name.
 Read = Callable[[str, Tensor], None]
 
@@ -82,7 +84,7 @@ class ScaledAdamW(AdamW):
         super().step()
 
 
-def settings_of(section: DeepspeedSection, dtype: torch.dtype) -> dict[str, Any]:
+def settings_of(section: DeepspeedSection, dtype: torch.dtype) -> DeepSpeedConfig:
     """Return DeepSpeed's configuration."""
     zero: dict[str, Any] = {
         "stage": section.stage,
@@ -299,7 +301,7 @@ def deepspeed_library() -> Any:
 
 
 def initialize_engine(
-    model: nn.Module, optimizer: Optimizer, settings: dict[str, Any], device: torch.device
+    model: nn.Module, optimizer: Optimizer, settings: DeepSpeedConfig, device: torch.device
 ) -> Any:
     """Return DeepSpeed's engine; the process group must exist."""
     prepare_library(device)
@@ -309,7 +311,7 @@ def initialize_engine(
 
 
 def divide_while_reading(
-    module: nn.Module, settings: dict[str, Any], dtype: torch.dtype, read: Read
+    module: nn.Module, settings: DeepSpeedConfig, dtype: torch.dtype, read: Read
 ) -> None:
     """Divide parameters among ranks while rank 0 reads them, so that no rank holds the model."""
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
+from rlearner_text.hub import ModelConfig
 from rlearner_text.transformers_import import import_transformers
 
 
-def training_problem(config: Mapping[str, Any]) -> str:
+def training_problem(config: ModelConfig) -> str:
     """Return why the learner cannot train a model; empty if it can.
 
     What a configuration does not show, such as attention that sees later tokens, shows in the trial

@@ -62,7 +62,8 @@ def write_description(
 
         custom_object_save(module, folder, config=config)
     config.save_pretrained(folder)
-    if kept_names or original.config.get("model_type", config.model_type) != config.model_type:
+    original_config = original.config
+    if kept_names or original_config.get("model_type", config.model_type) != config.model_type:
         original.write_config(folder, config.dtype)
     if module.can_generate():
         module.generation_config.save_pretrained(folder)

@@ -7,14 +7,14 @@ import shutil
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
 from learner.backends.parts.names import MODEL_FILE, STATE_FOLDER
 from learner.backends.parts.stored import StoredTensors, weights_in_files
 from learner.backends.parts.stored_model import StoredModel
-from rlearner_text.hub import model_folder
+from rlearner_text.hub import ModelConfig, model_folder
 
 # Configurations of processors of images, videos and sounds.
 _PROCESSORS: Final = "*processor*.json"
@@ -43,7 +43,7 @@ class OriginalModel:
         return weights_in_files(self.folder)
 
     @cached_property
-    def config(self) -> dict[str, Any]:
+    def config(self) -> ModelConfig:
         """Its config.json; empty if there is none."""
         file = self.folder / "config.json"
         if not file.is_file():

@@ -12,12 +12,12 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from broker.system.children import spawn
 from learner.backends.ranks.leader import RankExitedError, exit_at_once
 from learner.backends.ranks.link import RankLink, SocketFrames
-from learner.backends.ranks.messages import BuildCommand
+from learner.backends.ranks.messages import BackendArguments, BuildCommand
 from learner.backends.ranks.rendezvous import Meeting
 
 # Time for the other ranks to leave the process group and free their GPUs.
@@ -71,7 +71,7 @@ class ChildRanks:
     def meeting(self) -> Meeting:
         return Meeting.in_file(self._store, self._size)
 
-    def build(self, backend: str, settings: dict[str, Any]) -> None:
+    def build(self, backend: str, settings: BackendArguments) -> None:
         for rank, link in enumerate(self.links, 1):
             link.send(
                 BuildCommand(

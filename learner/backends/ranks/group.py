@@ -22,6 +22,7 @@ from learner.backends.ranks.dealing import (
 )
 from learner.backends.ranks.leader import OtherRanks, RankLeader
 from learner.backends.ranks.messages import (
+    BackendArguments,
     Command,
     Reply,
     SampleMessage,
@@ -96,7 +97,7 @@ class RankGroup:
         return ""
 
     @classmethod
-    def start(cls, target: str, size: int, settings: dict[str, Any]) -> RankGroup:
+    def start(cls, target: str, size: int, settings: BackendArguments) -> RankGroup:
         """Have the other ranks build the backend ``target`` ("module:attribute") from ``settings``.
 
         They are children of this process, unless ``others_elsewhere`` names ranks of several nodes.

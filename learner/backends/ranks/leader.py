@@ -11,7 +11,7 @@ from typing import Any, Final, Protocol
 
 from broker.errors import RlearnerError
 from learner.backends.ranks.link import LinkClosedError, RankLink
-from learner.backends.ranks.messages import Reply, WrittenReply
+from learner.backends.ranks.messages import BackendArguments, Reply, WrittenReply
 from learner.backends.ranks.rendezvous import GroupFailedError, Meeting
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class OtherRanks(Protocol):
         """Return where they meet for the process group."""
         ...
 
-    def build(self, backend: str, settings: dict[str, Any]) -> None:
+    def build(self, backend: str, settings: BackendArguments) -> None:
         """Have them build the backend ("module:attribute") from its arguments and join.
 
         Raises:

@@ -11,6 +11,8 @@ import numpy as np
 from learner.algorithm.samples import Array, TrainSample
 from learner.backends.parts.part_file import PartFile
 
+# Sections of the settings as plain values, and the backend's other arguments.
+BackendArguments = dict[str, Any]
 _DTYPES: Final = {
     "token_ids": "<i4",
     "loss_mask": "u1",
@@ -39,7 +41,7 @@ class BuildCommand(msgspec.Struct, frozen=True, tag=True):
     rank: int
     size: int
     store: str  # of the rendezvous: a file on one host, a name between nodes
-    settings: dict[str, Any]  # sections and other arguments of the backend
+    settings: BackendArguments
     local_rank: int = 0  # number of the rank on its host
     num_here: int = 1  # ranks on that host
 

@@ -20,12 +20,12 @@ class SwanLab:
         config: Mapping[str, Any],
         args: Mapping[str, Any],
     ) -> None:
-        settings: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "log_dir": str(folder / "swanlab"),
             "id": run,
             "resume": "allow",
         } | dict(args)
-        self._run = swanlab.init(project=project, name=run, config=dict(config), **settings)
+        self._run = swanlab.init(project=project, name=run, config=dict(config), **arguments)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

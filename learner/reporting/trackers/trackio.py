@@ -36,12 +36,12 @@ class Trackio:
         import trackio
 
         self._trackio = trackio
-        settings: dict[str, Any] = {
+        arguments: dict[str, Any] = {
             "resume": "allow",
             "embed": False,
             "auto_log_cpu": False,
         } | dict(args)
-        self._run = trackio.init(project=project, name=run, config=dict(config), **settings)
+        self._run = trackio.init(project=project, name=run, config=dict(config), **arguments)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)

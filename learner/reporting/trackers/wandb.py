@@ -22,9 +22,9 @@ class WandB:
         config: Mapping[str, Any],
         args: Mapping[str, Any],
     ) -> None:
-        settings: dict[str, Any] = {"id": run, "resume": "allow"} | dict(args)
+        arguments: dict[str, Any] = {"id": run, "resume": "allow"} | dict(args)
         self._run = wandb.init(
-            project=project, name=run, dir=str(folder), config=dict(config), **settings
+            project=project, name=run, dir=str(folder), config=dict(config), **arguments
         )
 
         # An evaluation stands in the row of a later step.
