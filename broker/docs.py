@@ -275,7 +275,9 @@ def _default(value: ast.expr) -> str:
 
 
 def _spelled(annotation: str) -> str:
-    """Return an annotation with literal types replaced by their values."""
+    """Return an annotation with literal types replaced by their values, other names by their types."""
+    if annotation == "PlainSettings":
+        return "dict[str, Any]"
     for name in ("FinishReason", "EpisodeEnd", "ClosedReason", "Dtype", "RefusalKind"):
         if annotation == name:
             return " | ".join(repr(value) for value in getattr(wire, name).__args__)

@@ -96,12 +96,11 @@ def demos_parser() -> argparse.ArgumentParser:
 
 
 def _write_demos(arguments: Sequence[str]) -> int:
-    from broker.settings.run_settings import RunSettings
-    from broker.settings.runspec import load, validate
+    from broker.settings.runspec import check_settings, load
     from envhub.demos import write_demonstrations
 
     args = demos_parser().parse_intermixed_args(arguments)
-    settings = RunSettings.of_config(validate(load(args.config, args.overrides)))
+    settings = check_settings(load(args.config, args.overrides))
     success_rate = write_demonstrations(
         settings,
         args.domain,
@@ -140,12 +139,11 @@ def render_parser() -> argparse.ArgumentParser:
 
 
 def _render_gif(arguments: Sequence[str]) -> int:
-    from broker.settings.run_settings import RunSettings
-    from broker.settings.runspec import load, validate
+    from broker.settings.runspec import check_settings, load
     from envhub.episodes.render import write_gif
 
     args = render_parser().parse_intermixed_args(arguments)
-    settings = RunSettings.of_config(validate(load(args.config, args.overrides)))
+    settings = check_settings(load(args.config, args.overrides))
     frames = write_gif(
         settings,
         args.domain,

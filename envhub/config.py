@@ -45,8 +45,7 @@ def check(settings: RunSettings) -> RunSettings:
         _check_numbers(domain, settings)
         domain.check()
     if settings.eval.every_steps:
-        evaluation = settings.eval.model_copy(update={"tasks": num_eval_tasks(settings)})
-        settings = settings.model_copy(update={"eval": evaluation})
+        settings = settings.with_values("eval", tasks=num_eval_tasks(settings))
     _check_demonstrations(domains, settings.warm_start)
     check_templates(settings, check_trained_model(settings.model))
     return settings

@@ -6,11 +6,12 @@ import argparse
 import shutil
 import subprocess
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from broker.errors import ConfigError, UserError
+from broker.settings.config import UserSettings
 from broker.system import gpus
 from broker.system.devices import device_names, gpu_uuids
 from broker.weights.carriers import CARRIERS, reading_carrier, selected_carrier
@@ -76,7 +77,7 @@ def refuse_taken(
         time.sleep(POLL_S)
 
 
-def with_ranks(config: dict[str, Any], spec: str, num_gpus: int) -> dict[str, Any]:
+def with_ranks(config: UserSettings, spec: str, num_gpus: int) -> UserSettings:
     """Return a user's configuration with one rank per GPU, or on the CPU without any.
 
     Raises:
@@ -99,7 +100,7 @@ def with_ranks(config: dict[str, Any], spec: str, num_gpus: int) -> dict[str, An
     }
 
 
-def with_weights_on_host(config: dict[str, Any]) -> dict[str, Any]:
+def with_weights_on_host(config: UserSettings) -> UserSettings:
     """Return a user's configuration that offers weights from host memory, off the shared GPUs.
 
     Raises:
@@ -128,14 +129,19 @@ def with_weights_on_host(config: dict[str, Any]) -> dict[str, Any]:
     return {**config, "train": {**train, **overrides}}
 
 
-def shared_devices(config: Mapping[str, Any], spec: str) -> list[str]:
-    """Return the names of the devices that a learner of a checked configuration takes turns on."""
-    return device_names("cpu" if config["train"]["device"] == "cpu" else spec)
+def shared_devices(device: str, spec: str) -> list[str]:
+    """Return the names of the devices that a learner takes turns on.
+
+    Args:
+        device: checked ``train.device``.
+        spec: the argument of ``--gpus``.
+    """
+    return device_names("cpu" if device == "cpu" else spec)
 
 
 def forget_gpus(
-    config: dict[str, Any], options: argparse.Namespace, *, has_size: bool = False
-) -> dict[str, Any]:
+    config: UserSettings, options: argparse.Namespace, *, has_size: bool = False
+) -> UserSettings:
     """Return a run's settings without its last GPUs if --gpus names others; overrides stay.
 
     Args:
@@ -152,7 +158,7 @@ def forget_gpus(
     }
 
 
-def assign_gpus(config: dict[str, Any], spec: str, *, share: bool) -> dict[str, Any]:
+def assign_gpus(config: UserSettings, spec: str, *, share: bool) -> UserSettings:
     """Select the GPUs and return the configuration for them.
 
     Args:

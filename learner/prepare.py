@@ -6,12 +6,13 @@ import logging
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import yaml
 
+from broker.contract.wire import PlainSettings
 from broker.errors import ConfigError, UserError
-from broker.settings.config import RunSection
+from broker.settings.config import RunSection, UserSettings
 from broker.settings.registry import resolve
 from broker.settings.run_settings import RunSettings
 from broker.system.entry import EXIT_STOPPED
@@ -27,16 +28,18 @@ DATA_DIGESTS: Final = "envhub.config:data_digests"
 Say = Callable[[str], None]
 
 
-def name_run(config: dict[str, Any], path: str) -> dict[str, Any]:
+def name_run(config: UserSettings, path: str) -> UserSettings:
     """Return the config with ``run.name`` set; the default is the file's name and the time."""
     run = config.get("run") or {}
     if not isinstance(run, dict):
         return config  # refused by validation
-    run = dict(run)
-    if not run.get("name"):
-        stem = "".join(char if char.isalnum() or char in "_-" else "-" for char in Path(path).stem)
-        run["name"] = f"{stem[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return {**config, "run": run}
+    return {**config, "run": {**run, "name": run.get("name") or generate_name(path)}}
+
+
+def generate_name(path: str) -> str:
+    """Return a run's name from its file's name and the time."""
+    stem = "".join(char if char.isalnum() or char in "_-" else "-" for char in Path(path).stem)
+    return f"{stem[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def run_folder(run: RunSection) -> Path:
@@ -98,7 +101,7 @@ def refuse_fewer_steps(folder: Path, run: str, steps: int) -> None:
         )
 
 
-def write_config(folder: Path, config: dict[str, Any]) -> Path:
+def write_config(folder: Path, config: PlainSettings) -> Path:
     """Write the resolved configuration into the run's folder.
 
     Raises:
@@ -113,7 +116,7 @@ def write_config(folder: Path, config: dict[str, Any]) -> Path:
     return target
 
 
-def to_yaml(config: dict[str, Any]) -> str:
+def to_yaml(config: PlainSettings) -> str:
     """Return a configuration as a user would write it."""
     return str(
         yaml.safe_dump(

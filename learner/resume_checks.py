@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import yaml
 
+from broker.contract.wire import PlainSettings
 from broker.errors import ConfigError, UserError
 from broker.settings.run_settings import RunSettings
 from learner.checkpoints import checkpoint
@@ -38,7 +39,7 @@ FIXED_ADVICE: Final = "a run cannot change that; choose another run.name"
 Change = tuple[str, Any, Any]
 
 
-def read_settings(folder: Path) -> dict[str, Any] | None:
+def read_settings(folder: Path) -> PlainSettings | None:
     """Return the settings in a run's folder, None for a new run.
 
     Raises:
@@ -77,42 +78,42 @@ def format_change(change: Change) -> str:
     return f"{key}: {old} -> {new}"
 
 
-def check_continuing(config: dict[str, Any], *, force: bool) -> list[str]:
+def check_continuing(settings: RunSettings, *, force: bool) -> list[str]:
     """Check that a run can go on with these settings; return what changed, as ``check_changes``.
 
     ``rlearner check``, ``up`` and ``start`` call it.
 
     Args:
-        config: validated, with ``run.name`` set.
+        settings: validated, with ``run.name`` set.
 
     Raises:
         UserError: if the run has made more steps, or a setting changed that cannot.
     """
-    settings = RunSettings.of_config(config)
     folder = run_folder(settings.run)
     refuse_fewer_steps(folder, str(settings.run.name), settings.train.steps)
-    return check_changes(folder, config, force=force)
+    return check_changes(folder, settings, force=force)
 
 
-def check_changes(folder: Path, config: dict[str, Any], *, force: bool) -> list[str]:
+def check_changes(folder: Path, settings: RunSettings, *, force: bool) -> list[str]:
     """Return one line for each setting that differs from the folder's; none for a new run.
 
     Args:
-        config: validated, to continue with.
+        settings: validated, to continue with.
         force: allow a model of the same shapes and tokenizer (the checkpoint's weights are used),
             and only new domains.
 
     Raises:
         UserError: if a setting changed that cannot.
     """
-    settings = read_settings(folder)
-    if settings is None:
+    old_config = read_settings(folder)
+    if old_config is None:
         return []
     if (weights_folder := _find_weights(folder)) is not None:
-        _refuse_model(weights_folder, settings, config, force=force)
+        _refuse_model(weights_folder, old_config, settings, force=force)
     if noted_epoch(folder) or checkpoint.list_checkpoints(folder / "checkpoints"):
-        _refuse_domains(settings, config, force=force)
-    return [format_change(change) for change in setting_changes(settings, config)]
+        _refuse_domains(old_config, settings, force=force)
+    changes = setting_changes(old_config, settings.to_plain())
+    return [format_change(change) for change in changes]
 
 
 def _find_weights(folder: Path) -> Path | None:
@@ -125,37 +126,34 @@ def _find_weights(folder: Path) -> Path | None:
     return next((path for path in places if (path / "config.json").is_file()), None)
 
 
-def _refuse_domains(old_config: dict[str, Any], new_config: dict[str, Any], *, force: bool) -> None:
+def _refuse_domains(old_config: PlainSettings, settings: RunSettings, *, force: bool) -> None:
     old_domains = sorted(old_config.get("domains") or {})
-    new_domains = sorted(new_config.get("domains") or {})
+    new_domains = sorted(settings.domains)
     if old_domains and not set(old_domains) & set(new_domains) and not force:
-        history = f"run {new_config['run']['name']} has trained {', '.join(old_domains)}"
+        history = f"run {settings.run.name} has trained {', '.join(old_domains)}"
         allowed = f"{history}: keep one of them, choose another run.name, or give --force"
         raise ConfigError("domains", ", ".join(new_domains), allowed)
 
 
 def _refuse_model(
-    weights_folder: Path, old_config: dict[str, Any], new_config: dict[str, Any], *, force: bool
+    weights_folder: Path, old_config: PlainSettings, settings: RunSettings, *, force: bool
 ) -> None:
-    model = new_config["model"]
-    run = new_config["run"]["name"]
-    new_model = _first_weights(model)
+    model = settings.model
+    run = settings.run.name
+    new_model = _first_weights(model.to_plain())
     # The file of another version may lack a key.
     old_model = {**new_model, **_first_weights(old_config.get("model") or {})}
-    if new_model["path"] is None:
+    if model.path is None:
         model_changes = list(setting_changes(old_model, new_model, "model"))
         for key, old_value, value in model_changes:
             if key not in NO_SHAPE:
                 raise ConfigError(key, value, f"run {run} began with {old_value!r}: {FIXED_ADVICE}")
     else:
-        model_changes = list(setting_changes(old_model["path"], new_model["path"], "model.path"))
-        if model_changes or is_local(new_model["path"]):
-            _refuse_shapes(weights_folder, new_model["path"])
-            _refuse_tokenizer(
-                weights_folder,
-                new_model["path"],
-                trust_remote_code=model.get("trust_remote_code", False),
-            )
+        path: str = new_model["path"]
+        model_changes = list(setting_changes(old_model["path"], path, "model.path"))
+        if model_changes or is_local(path):
+            _refuse_shapes(weights_folder, path)
+            _refuse_tokenizer(weights_folder, path, trust_remote_code=model.trust_remote_code)
     if model_changes and not force:
         key, old_value, value = model_changes[0]
         allowed = (
@@ -165,12 +163,12 @@ def _refuse_model(
         raise ConfigError(key, value, allowed)
 
 
-def _first_weights(model: dict[str, Any]) -> dict[str, Any]:
+def _first_weights(model: PlainSettings) -> PlainSettings:
     """Return the settings that decide the first weights, with local paths absolute."""
-    settings: dict[str, Any] = {key: model[key] for key in MODEL if key in model}
-    if isinstance(path := settings.get("path"), str) and is_local(path):
-        settings["path"] = str(Path(path).expanduser().absolute())
-    return settings
+    values: PlainSettings = {key: model[key] for key in MODEL if key in model}
+    if isinstance(path := values.get("path"), str) and is_local(path):
+        values["path"] = str(Path(path).expanduser().absolute())
+    return values
 
 
 def _refuse_shapes(weights_folder: Path, path: str) -> None:

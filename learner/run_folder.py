@@ -7,11 +7,14 @@ import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import yaml
+from pydantic import ValidationError
 
+from broker.contract.wire import PlainSettings
 from broker.errors import BrokerUnreachable, UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import census
@@ -23,7 +26,9 @@ from broker.settings.run_address import (
     noted_address,
     private_addresses,
 )
+from broker.settings.run_settings import RunSettings, stored_value
 from broker.settings.runspec import find_runs
+from broker.settings.sections import first_problem
 from broker.system.private_files import private_write
 
 EPOCH: Final = "epoch"
@@ -45,7 +50,26 @@ class RunPlace:
 
     name: str
     folder: Path
-    config: dict[str, Any]
+    config: PlainSettings
+
+    @cached_property
+    def settings(self) -> RunSettings:
+        """The settings, as this version reads them.
+
+        Raises:
+            UserError: if a value is not allowed.
+        """
+        try:
+            return RunSettings.of_config(self.config)
+        except ValidationError as error:
+            file = self.folder / "config.yaml"
+            raise UserError(f"{file}: {first_problem(error)}") from None
+
+    @property
+    def steps(self) -> int:
+        """Steps that the run is to make, 0 if the file does not say."""
+        steps = stored_value(self.config, "train", "steps")
+        return steps if isinstance(steps, int) else 0
 
 
 def add_run_options(parser: argparse.ArgumentParser, *, needed: bool = True) -> None:

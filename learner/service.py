@@ -9,7 +9,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from broker.contract import wire
 from broker.contract.streams import RUNS, SAMPLES
@@ -61,7 +61,7 @@ ALL_DONE: Final = wire.DesiredState(state="stopped", reason="all steps are done"
 
 
 async def serve_learner(
-    config: dict[str, Any],
+    settings: RunSettings,
     url: str,
     stop: Stop,
     *,
@@ -74,7 +74,7 @@ async def serve_learner(
     """Run the learner until all steps are done or a stop is requested.
 
     Args:
-        config: validated, with ``run.name`` set.
+        settings: validated, with ``run.name`` set.
         url: address of the broker.
         rebase: continue although the broker has lost its store, see ``learner/credit/recovery.py``.
         take_over: start although another learner of the run is alive; it is fenced once this one
@@ -87,14 +87,13 @@ async def serve_learner(
         UserError: if another learner is alive or took over, the broker lost state, or the user must
             fix something.
     """
-    settings = RunSettings.of_config(config)
     run = str(settings.run.name)
     folder = run_folder(settings.run)
     logs.identify(run=run, role="learner", process_id=ID)
     if settings.telemetry.traces:
         require_installed()
     is_new = not (folder / "config.yaml").exists()
-    for change in await asyncio.to_thread(check_continuing, config, force=force):
+    for change in await asyncio.to_thread(check_continuing, settings, force=force):
         log.info("changed since the last start: %s", change)
     stop.health.set("starting", f"run {run}: waiting for a broker")
     try:
@@ -110,7 +109,7 @@ async def serve_learner(
             rivals = await _refuse_rivals(stack, bus, folder, stop) if not take_over else None
             if is_new:
                 # demonstrations need it; a restart replaces it once it holds the run
-                write_config(folder, config)
+                write_config(folder, settings.to_plain())
                 note_broker(folder, url)
             await bus.ensure_streams()
             stop.health.set("starting", f"run {run}: opening")
@@ -172,7 +171,7 @@ async def _open_learner(
             run=bus.run,
             wire_version=wire.WIRE_VERSION,
             epoch=0,
-            config=settings.model_dump(mode="json"),
+            config=settings.to_plain(),
             model_path="",
         )
         member = Member(bus, placeholder, ID, "learner", stop)
@@ -436,7 +435,7 @@ class LearnerService:
     async def _take_epoch(self, model_path: str) -> None:
         """Fence the previous holder of the run and let the other processes join."""
         run = self.bus.run
-        config = self.settings.model_dump(mode="json")
+        config = self.settings.to_plain()
         digests = self.digests
         with_code = self.settings.model.trust_remote_code
         spec = wire.RunSpec(

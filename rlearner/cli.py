@@ -144,7 +144,7 @@ def _add_config_parser(commands: Any, name: str, text: str) -> argparse.Argument
 def _start_learner(options: argparse.Namespace) -> int:
     from broker.runtime import process
     from broker.settings.run_settings import RunSettings
-    from broker.settings.runspec import load, validate
+    from broker.settings.runspec import check_settings, load
     from learner.gpu_selection import assign_gpus, forget_gpus, shared_devices
     from learner.nodes.layout import lay_out
     from learner.nodes.placement import Placement, find_placement
@@ -152,8 +152,8 @@ def _start_learner(options: argparse.Namespace) -> int:
     from rlearner.doctor.preflight import format_finding, learner_findings, require_installed
     from rlearner.doctor.references import reference_findings
 
-    def load_config(placement: Placement | None) -> tuple[dict[str, Any], int]:
-        """Return the configuration, and the ranks of this node if there are several nodes."""
+    def load_settings(placement: Placement | None) -> tuple[RunSettings, int]:
+        """Return the settings, and the ranks of this node if there are several nodes."""
         has_size = placement is not None and placement.size is not None
         config = forget_gpus(load(options.config, options.overrides), options, has_size=has_size)
         config = name_run(config, options.config)
@@ -162,45 +162,46 @@ def _start_learner(options: argparse.Namespace) -> int:
             config = assign_gpus(config, options.gpus, share=options.share_gpus)
         else:
             config, num_here = lay_out(config, placement, options.gpus, share=options.share_gpus)
-        config = validate(config)
-        require_installed(learner_findings(config))
-        return config, num_here
+        settings = check_settings(config)
+        require_installed(learner_findings(settings))
+        return settings, num_here
 
-    def shared_here(config: dict[str, Any]) -> list[str]:
-        return shared_devices(config, options.gpus) if options.share_gpus else []
+    def shared_here(settings: RunSettings) -> list[str]:
+        if not options.share_gpus:
+            return []
+        return shared_devices(settings.train.device, options.gpus)
 
     placement = find_placement(options.nnodes, options.node_rank, options.rendezvous, os.environ)
     # Other nodes than the first have no event loop: their ranks follow those of the first.
     if placement is not None and not placement.leads:
-        config, num_here = load_config(placement)
-        return nodes.join_rank_0(placement, config, num_here, options, shared_here(config))
+        settings, num_here = load_settings(placement)
+        return nodes.join_rank_0(placement, settings, num_here, options, shared_here(settings))
 
     async def body(stop: process.Stop) -> int:
         logs.apply(options)
         process.serve_metrics(options, stop)
-        config, num_here = await asyncio.to_thread(load_config, placement)
-        for finding in await asyncio.to_thread(reference_findings, RunSettings.of_config(config)):
+        settings, num_here = await asyncio.to_thread(load_settings, placement)
+        for finding in await asyncio.to_thread(reference_findings, settings):
             log.warning("%s", format_finding(finding))
         if placement is None:
-            return await train(config, stop, shared_here(config))
+            return await train(settings, stop, shared_here(settings))
         gathered = nodes.gather_nodes(
             placement,
-            config,
+            settings,
             num_here,
             options=options,
             stop=stop,
-            shared=shared_here(config),
+            shared=shared_here(settings),
         )
         async with gathered as outcome:
-            outcome.code = await train(config, stop, outcome.shared)
+            outcome.code = await train(settings, stop, outcome.shared)
             return outcome.code
 
-    async def train(config: dict[str, Any], stop: process.Stop, shared: list[str]) -> int:
+    async def train(settings: RunSettings, stop: process.Stop, shared: list[str]) -> int:
         from learner.service import serve_learner
         from rlearner.ops.continue_line import continue_line_at_exit
         from rlearner.ops.folder_cleanup import removed_on_failure
 
-        settings = RunSettings.of_config(config)
         with (
             # The line reads the folder, so it is printed before a failed start removes that.
             contextlib.suppress(process.Stopped),
@@ -208,7 +209,7 @@ def _start_learner(options: argparse.Namespace) -> int:
             continue_line_at_exit(settings, options.broker),
         ):
             await serve_learner(
-                config,
+                settings,
                 options.broker,
                 stop,
                 connect_deadline_s=options.connect_deadline,
@@ -225,10 +226,9 @@ def _start_learner(options: argparse.Namespace) -> int:
 def _check_config(options: argparse.Namespace) -> int:
     from broker.settings import timeouts
     from broker.settings.config import RunSection
-    from broker.settings.run_settings import RunSettings
-    from broker.settings.runspec import load, validate
+    from broker.settings.runspec import check_settings, load
     from learner.credit import capacity
-    from learner.prepare import name_run, run_folder, to_yaml
+    from learner.prepare import generate_name, run_folder, to_yaml
     from learner.resume_checks import check_continuing
     from rlearner.doctor.preflight import fleet_findings, format_finding, learner_findings
     from rlearner.doctor.trial import try_own_code
@@ -239,26 +239,29 @@ def _check_config(options: argparse.Namespace) -> int:
     if not is_run:  # offline training
         from learner.offline import config as offline
 
-        checked = offline.validate_config(offline.pipeline_of(config), config)
-        findings = learner_findings(checked)
+        trained = offline.validate_config(offline.pipeline_of(config), config)
+        run = trained.run
+        checked = trained.to_plain()
+        findings = learner_findings(trained)
         notes = []
     else:
-        checked = validate(config)
-        settings = RunSettings.of_config(checked)
+        settings = check_settings(config)
+        run = settings.run
+        checked = settings.to_plain()
         if not options.no_trial:
             asyncio.run(try_own_code(settings))
         own_sampling = sampling_note(settings.model, settings.domains)
         notes = [
-            timeouts.note(checked),
+            timeouts.note(settings),
             *capacity.capacity_notes(settings),
         ]
         if own_sampling:
             notes.append(own_sampling)
-        findings = fleet_findings(checked)
-    named = name_run(checked, options.config)
-    run_folder(RunSection.model_validate(named["run"]))  # fails where no folder can be created
+        findings = fleet_findings(settings)
+    name = run.name or generate_name(options.config)
+    run_folder(RunSection(name=name, dir=run.dir))  # fails where no folder can be created
     if is_run:
-        check_continuing(named, force=False)
+        check_continuing(settings.with_values("run", name=name), force=False)
     if options.json:
         rows = [asdict(finding) for finding in findings]
         print(visible_json({"config": checked, "notes": list(notes), "findings": rows}))

@@ -8,7 +8,6 @@ import sys
 from typing import Any, Final
 
 from broker.settings.arguments import add_broker, add_config, add_json
-from broker.settings.config import RunSection
 
 HELP: Final = {
     "sft": "fine-tune a model on conversations",
@@ -38,22 +37,21 @@ def run_offline(options: argparse.Namespace) -> int:
     from broker.system import logs
     from broker.system.visible_text import visible_json
     from learner.offline.config import validate_config
-    from learner.prepare import name_run, run_folder
+    from learner.prepare import generate_name, run_folder
     from rlearner.doctor.preflight import learner_findings, require_installed
 
     logs.configure()
     logs.identify(role=options.pipeline)
-    config = name_run(
-        validate_config(options.pipeline, load(options.config, options.overrides)), options.config
-    )
-    require_installed(learner_findings(config))
-    folder = run_folder(RunSection.model_validate(config["run"]))
-    run_name = config["run"]["name"]
+    settings = validate_config(options.pipeline, load(options.config, options.overrides))
+    run_name = settings.run.name or generate_name(options.config)
+    settings = settings.with_values("run", name=run_name)
+    require_installed(learner_findings(settings))
+    folder = run_folder(settings.run)
     # Not at the top of the file: it imports torch.
     from learner.offline.run import run_pipeline as train
 
     try:
-        result = train(options.pipeline, config, getattr(options, "broker", ""))
+        result = train(options.pipeline, settings, getattr(options, "broker", ""))
     except KeyboardInterrupt:
         print(
             f"stopped; rlearner {options.pipeline} with the same settings and run.name={run_name} "

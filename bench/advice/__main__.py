@@ -25,7 +25,8 @@ from typing import Any, Final
 
 from bench.advice.real_run import run_at_once
 from bench.advice.speeds import CASES, Case, FleetSpeeds
-from bench.advice.virtual_run import config_of, run_fleet
+from bench.advice.virtual_run import run_fleet, settings_of
+from broker.settings.run_settings import RunSettings
 from rlearner.advise.advice import advice_of, predict_change
 from rlearner.advise.fit import fit_run
 from rlearner.advise.run_model import STAGES
@@ -57,9 +58,9 @@ def true_bottleneck(speeds: FleetSpeeds) -> str:
     return max(STAGES, key=lambda stage: virtual(speeds.relieved(stage)))
 
 
-def compare(case: Case, rows: Rows, config: Mapping[str, Any], true: float) -> dict[str, Any]:
+def compare(case: Case, rows: Rows, settings: RunSettings, true: float) -> dict[str, Any]:
     """Return the row of a fleet, given its metrics and the samples/s of the changed one."""
-    run = fit_run(rows, config)
+    run = fit_run(rows, settings)
     predicted = predict_change(run, case.change).samples_per_s
     found = advice_of(run)
     row: dict[str, Any] = {"fleet": case.name, "real": case.is_real, "change": case.change}
@@ -80,17 +81,17 @@ def compare(case: Case, rows: Rows, config: Mapping[str, Any], true: float) -> d
 
 def in_virtual_time(case: Case) -> dict[str, Any]:
     rows = run_fleet(case.speeds, VIRTUAL_STEPS)
-    config = config_of(case.speeds, VIRTUAL_STEPS)
-    return compare(case, rows, config, virtual(case.changed))
+    settings = settings_of(case.speeds, VIRTUAL_STEPS)
+    return compare(case, rows, settings, virtual(case.changed))
 
 
 def as_processes(case: Case) -> dict[str, Any]:
     """Run both fleets of a case at the same time, since they only sleep."""
     with tempfile.TemporaryDirectory() as folder:
-        (rows, config), (changed, _) = run_at_once(
+        (rows, settings), (changed, _) = run_at_once(
             [case.speeds, case.changed], REAL_STEPS, Path(folder)
         )
-    return compare(case, rows, config, measured(changed, case.changed.max_staleness))
+    return compare(case, rows, settings, measured(changed, case.changed.max_staleness))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,7 +15,8 @@ from typing import Any, Final
 from bench.advice.plugins import SPEEDS
 from bench.advice.speeds import FleetSpeeds
 from bench.support.fleet import MODULES, RunFleet, RunProcess
-from broker.settings.runspec import validate
+from broker.settings.run_settings import RunSettings
+from broker.settings.runspec import check_settings
 from learner.prepare import to_yaml
 from learner.reporting.metrics import read_lines
 
@@ -33,12 +34,12 @@ TINY: Final = {
 
 def run_at_once(
     fleets: Sequence[FleetSpeeds], steps: int, folder: Path
-) -> list[tuple[Rows, dict[str, Any]]]:
+) -> list[tuple[Rows, RunSettings]]:
     """Run fleets at the same time, which only sleep; return the lines of metrics.jsonl and the
     settings of each.
     """
     places = [folder / str(number) for number in range(len(fleets))]
-    configs = [
+    checked = [
         _write_settings(speeds, steps, place) for speeds, place in zip(fleets, places, strict=True)
     ]
 
@@ -47,7 +48,7 @@ def run_at_once(
             *(_run(speeds, place) for speeds, place in zip(fleets, places, strict=True))
         )
 
-    return list(zip(asyncio.run(run_all()), configs, strict=True))
+    return list(zip(asyncio.run(run_all()), checked, strict=True))
 
 
 async def _run(speeds: FleetSpeeds, folder: Path) -> Rows:
@@ -71,11 +72,11 @@ async def _run(speeds: FleetSpeeds, folder: Path) -> Rows:
     return await asyncio.to_thread(read_lines, folder / RUN / "metrics.jsonl")
 
 
-def _write_settings(speeds: FleetSpeeds, steps: int, folder: Path) -> dict[str, Any]:
+def _write_settings(speeds: FleetSpeeds, steps: int, folder: Path) -> RunSettings:
     folder.mkdir(parents=True)
-    config = validate(settings(speeds, steps, folder))
-    (folder / "run.yaml").write_text(to_yaml(config))
-    return config
+    checked = check_settings(settings(speeds, steps, folder))
+    (folder / "run.yaml").write_text(to_yaml(checked.to_plain()))
+    return checked
 
 
 def settings(speeds: FleetSpeeds, steps: int, folder: Path) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from bench.scale.virtual import MemoryBus, run
 from broker.contract import wire
 from broker.contract.streams import SAMPLES, TICKETS
 from broker.runtime.load_curve import LoadCurve
+from broker.settings.run_settings import RunSettings
 from envhub.scheduling import slots
 from envhub.scheduling.line import GroupJob
 from envhub.servers.choose import ServerLoad, choose
@@ -37,9 +38,10 @@ def run_fleet(speeds: FleetSpeeds, steps: int) -> list[dict[str, Any]]:
     return run(VirtualRun(speeds, steps).run())
 
 
-def config_of(speeds: FleetSpeeds, steps: int) -> dict[str, Any]:
+def settings_of(speeds: FleetSpeeds, steps: int) -> RunSettings:
     """Return the settings of a run that its metrics are read with."""
     domain: dict[str, Any] = {
+        "env": "simulated",
         "weight": 1.0,
         "group_size": speeds.group_size,
         "group_size_redundancy": speeds.redundancy,
@@ -52,7 +54,8 @@ def config_of(speeds: FleetSpeeds, steps: int) -> dict[str, Any]:
     train |= {"on_late": "wait"}
     domain |= {"score_ahead": False, "rewards": [{"name": "simulated"}] if speeds.score_s else []}
     algorithm = {"adv_estimator": "grpo", "filter_zero_variance": speeds.equal_rewards > 0}
-    return {"train": train, "domains": {DOMAIN: domain}, "algorithm": algorithm}
+    sections = {"train": train, "domains": {DOMAIN: domain}, "algorithm": algorithm}
+    return RunSettings.of_config(sections)
 
 
 @dataclass

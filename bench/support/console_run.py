@@ -22,9 +22,9 @@ import numpy as np
 from broker.contract import codec, wire
 from broker.jetstream.bus import LogRecord
 from broker.runtime.process import Stop
-from broker.settings.runspec import domains, load, section, validate
+from broker.settings.runspec import check_settings, load
 from broker.system.private_files import private_folder, private_write
-from learner.config import AlgorithmSection, SamplesSection, TrainSection
+from learner.config import SamplesSection
 from learner.credit.ledger import Action, IssueTicket, Ledger
 from learner.credit.record_intake import read_record
 from learner.credit.records import LedgerRecorder
@@ -109,18 +109,16 @@ class MadeUpRun:
             f"domains.lake.group_size={group_size}",
             "samples.keep=true",
         ]
-        self.config = validate(load("configs/quickstart.yaml", given))
+        settings = check_settings(load("configs/quickstart.yaml", given))
         private_folder(folder)
-        write_config(folder, self.config)
+        write_config(folder, settings.to_plain())
         if not (folder / "model").exists():
             build_tiny(folder / "model", TINY)
         self.tokenizer = Tokenizer.load(folder / "model")
         words = self._random.choice(SYLLABLES, (NUM_WORDS, 3))
         self._words = ["".join(parts) for parts in words]
-        train = section(self.config, "train", TrainSection)
-        algorithm = section(self.config, "algorithm", AlgorithmSection)
         self.ledger = Ledger(
-            rules_of(train, algorithm, domains(self.config), self.config["run"]["seed"])
+            rules_of(settings.train, settings.algorithm, settings.domains, settings.run.seed)
         )
         self.records = LedgerRecorder(folder, self.ledger, SamplesSection(keep=True), Stop())
         self.metrics = MetricsFile(folder / "metrics.jsonl")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from urllib.parse import urlsplit
 
 import pydantic
@@ -20,6 +21,7 @@ from pydantic import (
 )
 
 from broker.contract.streams import check_token
+from broker.contract.wire import PlainSettings
 from broker.errors import ConfigError
 
 Harmless = tuple[str, ...] | None  # see Section
@@ -42,6 +44,33 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     harmless: ClassVar[Harmless] = None
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """Copy the section with other values.
+
+        Raises:
+            TypeError: if it has no field of that name, as after a setting was renamed.
+        """
+        if unknown := set(update or ()) - set(type(self).model_fields):
+            raise TypeError(f"{type(self).__name__} has no field {', '.join(sorted(unknown))}")
+        return super().model_copy(update=update, deep=deep)
+
+    def to_plain(self) -> PlainSettings:
+        """Return the section as plain values, for a message or a file."""
+        return self.model_dump(mode="json")
+
+
+class SectionGroup(Section):
+    """A configuration: its fields are sections."""
+
+    def with_values(self, section: str, **values: Any) -> Self:
+        """Return the settings with other values in one section, which are not checked.
+
+        Raises:
+            TypeError: if there is no such field.
+        """
+        changed: Section = getattr(self, section).model_copy(update=values)
+        return self.model_copy(update={section: changed})
 
 
 @dataclass(frozen=True)

@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from broker.settings import timeouts
+from broker.settings.run_settings import RunSettings
 
 
-def derive(config: dict[str, Any], scoring_s: Mapping[str, float]) -> None:
-    """Fill in what a checked configuration leaves null.
+def derive(settings: RunSettings, scoring_s: Mapping[str, float]) -> RunSettings:
+    """Return settings in which nothing is null that follows from others.
 
     Args:
         scoring_s: see ``timeouts.derive``.
     """
-    timeouts.derive(config, scoring_s)
-    train = config["train"]
-    if train["weights_dtype"] is None:
-        # An engine would convert them anyway, and then has its own layout of an offer.
-        train["weights_dtype"] = config["rollout"]["dtype"]
+    settings = timeouts.derive(settings, scoring_s)
+    if settings.train.weights_dtype is not None:
+        return settings
+    # An engine would convert them anyway, and then has its own layout of an offer.
+    return settings.with_values("train", weights_dtype=settings.rollout.dtype)
 
 
-def release(config: dict[str, Any], scoring_s: Mapping[str, float]) -> dict[str, Any]:
-    """Return a resolved configuration in which what ``derive`` would fill in equally is null again,
-    so that it follows later changes.
+def release(settings: RunSettings, scoring_s: Mapping[str, float]) -> RunSettings:
+    """Return resolved settings in which what ``derive`` would fill in equally is null again, so
+    that it follows later changes.
     """
-    released = timeouts.release(config, scoring_s)
-    train = released["train"]
-    if train["weights_dtype"] == released["rollout"]["dtype"]:
-        train["weights_dtype"] = None
+    released = timeouts.release(settings, scoring_s)
+    if released.train.weights_dtype == released.rollout.dtype:
+        return released.with_values("train", weights_dtype=None)
     return released

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 from pydantic import Field
 
+from broker.contract.wire import PlainSettings
 from broker.errors import ConfigError
 from broker.settings.config import (
     BrokerSection,
     DomainSection,
     RunSection,
     Section,
+    SectionGroup,
     TelemetrySection,
 )
 from broker.settings.schema.algorithm import AlgorithmSection
@@ -28,8 +29,10 @@ from broker.settings.schema.records import (
 from broker.settings.schema.serving import RolloutSection
 from broker.settings.schema.training import TrainSection
 
+S = TypeVar("S", bound=Section)
 
-class RunSettings(Section):
+
+class RunSettings(SectionGroup):
     """The settings of a run; a section that the configuration leaves out has its defaults.
 
     A RunSpec carries them as plain values, see ``of_config``.
@@ -53,7 +56,7 @@ class RunSettings(Section):
     rewardhub: RewardhubSection = RewardhubSection()
 
     @classmethod
-    def of_config(cls, values: Mapping[str, Any]) -> Self:
+    def of_config(cls, values: PlainSettings) -> Self:
         """Return the settings in a validated configuration, as a RunSpec or a folder has it.
 
         Settings that this version does not know are left out: hubs and servers are upgraded before
@@ -66,7 +69,7 @@ class RunSettings(Section):
         for name, section_type in section_types().items():
             if (section := values.get(name)) is None:
                 continue
-            if name == "domains":
+            if name == "domains" and isinstance(section, dict):
                 known[name] = {
                     key: _known_values(entry, section_type) for key, entry in section.items()
                 }
@@ -83,8 +86,40 @@ def section_types() -> dict[str, type[Section]]:
     return types | {"domains": DomainSection}
 
 
-def _known_values(values: Mapping[str, Any], section_type: type[Section]) -> dict[str, Any]:
+def _known_values(values: Any, section_type: type[Section]) -> Any:
+    if not isinstance(values, dict):
+        return values  # refused by validation
     return {key: value for key, value in values.items() if key in section_type.model_fields}
+
+
+def stored_section(config: PlainSettings, name: str, section_type: type[S]) -> S:
+    """Return one section of a run's folder, whatever the others hold.
+
+    Raises:
+        pydantic.ValidationError: if a value is not allowed.
+    """
+    return section_type.model_validate(_known_values(config.get(name) or {}, section_type))
+
+
+def stored_domains(config: PlainSettings) -> list[str]:
+    """Return the names of the domains in a run's folder, which may be damaged, sorted."""
+    domains = config.get("domains")
+    return sorted(domains) if isinstance(domains, dict) else []
+
+
+def stored_value(config: PlainSettings, section: str, field: str) -> Any:
+    """Return one value of a run's folder, which may be damaged or of another version.
+
+    Returns:
+        None if it is missing; it is not checked.
+
+    Raises:
+        TypeError: if there is no such setting, as after it was renamed.
+    """
+    if field not in section_types()[section].model_fields:
+        raise TypeError(f"{section} has no field {field}")
+    values = config.get(section)
+    return values.get(field) if isinstance(values, dict) else None
 
 
 def check_domains(settings: RunSettings) -> None:

@@ -22,10 +22,11 @@ from broker.contract.streams import (
     ack_wait_s,
     check_token,
 )
+from broker.contract.wire import PlainSettings
 from broker.errors import ConfigError, Fenced, UserError, WireError
 from broker.jetstream.bus import Bus
 from broker.settings import derived
-from broker.settings.config import DomainSection, Section
+from broker.settings.config import Section, UserSettings
 from broker.settings.run_settings import RunSettings, section_types
 from broker.settings.secret import refuse_literal
 from broker.settings.sections import parse, unknown
@@ -35,14 +36,14 @@ __all__ = [
     "CHECKS",
     "SECTIONS",
     "check_digests",
+    "check_settings",
     "digest_file",
     "discover_run",
-    "domains",
     "find_runs",
     "load",
     "newest_epoch",
+    "parse_sections",
     "publish_runspec",
-    "section",
     "validate",
     "wait_for_runspec",
 ]
@@ -50,7 +51,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 
-def load(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+def load(path: str, overrides: Sequence[str] = ()) -> UserSettings:
     """Load a configuration, see ``config_file.load``; imported late, since processes that join a
     run read no YAML.
     """
@@ -59,22 +60,23 @@ def load(path: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     return read(path, overrides, of_run=_as_configured)
 
 
-def _as_configured(config: dict[str, Any]) -> dict[str, Any]:
+def _as_configured(config: UserSettings) -> PlainSettings:
     """Return a run's resolved settings with derived ones null, so that they follow changes."""
     try:
-        checked = validate(config)
+        settings = check_settings(config)
     except UserError:
         # An override may correct it; else the validation of the whole reports it.
         return config
-    scoring_s = _load_attribute(SCORING)(RunSettings.of_config(checked))
-    return derived.release(checked, scoring_s)
+    return derived.release(settings, _load_attribute(SCORING)(settings)).to_plain()
+
+
+def name_sections(types: Mapping[str, Any]) -> dict[str, str]:
+    """Return the class of each section as ``module:name``."""
+    return {name: f"{kind.__module__}:{kind.__name__}" for name, kind in types.items()}
 
 
 # section -> pydantic model; `domains` maps names to DomainSection
-SECTIONS: Final[dict[str, str]] = {
-    name: f"{section_type.__module__}:{section_type.__name__}"
-    for name, section_type in section_types().items()
-}
+SECTIONS: Final[dict[str, str]] = name_sections(section_types())
 
 # sections of other configurations than a run's, the most specific first, and the command for them
 OFFLINE: Final[dict[str, str]] = {
@@ -101,25 +103,41 @@ S = TypeVar("S", bound=Section)
 POLL_S: Final = 0.25
 
 
-def validate(
-    config: dict[str, Any],
-    sections: Mapping[str, str] | None = None,
-    checks: Sequence[str] | None = None,
-) -> dict[str, Any]:
-    """Check all sections together; return the config with defaults and timeouts, for JSON.
+def check_settings(config: UserSettings, checks: Sequence[str] | None = None) -> RunSettings:
+    """Check all sections of a run together; return them with defaults and timeouts.
 
     Args:
         config: as returned by ``load``.
-        sections: the known sections; None: those of a run. Offline training has others.
-        checks: checks across sections; None: those of a run.
+        checks: checks across sections; None: those of a run, after which timeouts are derived.
 
     Raises:
         ConfigError: if a value is not allowed or a secret; names the first key (``train.lr``), its
             value and what is allowed.
         UserError: if it is a configuration for another command.
     """
-    sections = SECTIONS if sections is None else sections
-    checks = CHECKS if checks is None else checks
+    settings = RunSettings(**parse_sections(config, SECTIONS))
+    for check in CHECKS if checks is None else checks:
+        settings = _load_attribute(check)(settings) or settings
+    if checks is not None:
+        return settings
+    return derived.derive(settings, _load_attribute(SCORING)(settings))
+
+
+def validate(config: UserSettings, checks: Sequence[str] | None = None) -> PlainSettings:
+    """Check a run as ``check_settings``, and return the plain values that its RunSpec holds."""
+    return check_settings(config, checks).to_plain()
+
+
+def parse_sections(config: UserSettings, sections: Mapping[str, str]) -> dict[str, Any]:
+    """Parse each section by its class; one that is left out has its defaults.
+
+    Args:
+        sections: the known sections: those of a run, or of offline training.
+
+    Raises:
+        ConfigError: for the first key or value that is not allowed, or a secret.
+        UserError: if it is a configuration for another command.
+    """
     refuse_literal(config)
     for name in config:
         if name not in sections:
@@ -131,29 +149,7 @@ def validate(
                     "run"
                 )
             raise ConfigError(name, config[name], unknown(name, sections, "", config[name]))
-    parsed = {name: _parse_section(name, config.get(name), sections[name]) for name in sections}
-    if sections is not SECTIONS:
-        return {name: value.model_dump(mode="json") for name, value in parsed.items()}
-    settings = RunSettings(**parsed)
-    for check in checks:
-        settings = _load_attribute(check)(settings) or settings
-    checked = settings.model_dump(mode="json")
-    if checks is CHECKS:
-        derived.derive(checked, _load_attribute(SCORING)(settings))
-    return checked
-
-
-def section(config: dict[str, Any], name: str, model: type[S]) -> S:
-    """Return one section of a validated config, typed."""
-    return model.model_validate(config.get(name) or {})
-
-
-def domains(config: dict[str, Any]) -> dict[str, DomainSection]:
-    """Return the domains of a validated config by name."""
-    return {
-        name: DomainSection.model_validate(value)
-        for name, value in (config.get("domains") or {}).items()
-    }
+    return {name: _parse_section(name, config.get(name), sections[name]) for name in sections}
 
 
 def _parse_section(name: str, value: Any, target: str) -> Any:

@@ -59,6 +59,12 @@ def _config_error(
     return ConfigError(key, value, sentence(problem["msg"]))
 
 
+def first_problem(error: pydantic.ValidationError) -> str:
+    """Return key and reason of the first value that is not allowed, in one line."""
+    problem = error.errors()[0]
+    return f"{'.'.join(map(str, problem['loc']))}: {sentence(problem['msg'])}"
+
+
 def sentence(message: str) -> str:
     """Return a message of pydantic without its prefix, for use within a line."""
     message = message.removeprefix("Value error, ")

@@ -2,16 +2,13 @@
 
 A turn < an episode < a group < a ticket:
 
-==========================
-========================================================================================= key
-null means ==========================
-=========================================================================================
-envhub.generate_timeout_s   sampling.max_tokens / envhub.min_tokens_per_s, at least 120 s
-envhub.episode_timeout_s    max_turns * (a turn + envhub.step_timeout_s) + 2 * envhub.step_timeout_s
-domains.*.deadline_s        (waves + 1) * an episode; waves = episodes of a group / envhub.n,
-rounded up train.ticket_timeout_s      2 * (deadline_s + longest time of reward hubs for a group)
-eval.timeout_s              train.ticket_timeout_s, at least 600 s ==========================
-=========================================================================================
+| key | null means |
+|---|---|
+| envhub.generate_timeout_s | sampling.max_tokens / envhub.min_tokens_per_s, at least 120 s |
+| envhub.episode_timeout_s | max_turns * (a turn + envhub.step_timeout_s) + 2 * step_timeout_s |
+| domains.*.deadline_s | (waves + 1) * an episode; waves: episodes of a group / envhub.n, rounded up |
+| train.ticket_timeout_s | 2 * (deadline_s + longest time of reward hubs for a group) |
+| eval.timeout_s | train.ticket_timeout_s, at least 600 s |
 
 The sections envhub, train and eval hold one value for all domains: the longest. A value that is set
 limits the values derived inside it.
@@ -19,13 +16,13 @@ limits the values derived inside it.
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Final
 
 from broker.errors import ConfigError
 from broker.settings.config import num_greedy
+from broker.settings.run_settings import RunSettings
 
 # for a short turn: time to load new weights, and for a retry on another server
 TURN_S: Final = 120.0
@@ -37,72 +34,81 @@ CALLS: Final = 2  # of an environment in addition to its steps: creation and res
 GENERATE = "envhub.generate_timeout_s"
 EPISODE = "envhub.episode_timeout_s"
 TICKET = "train.ticket_timeout_s"
+# Besides the domains' deadline_s, in the order in which they become null again.
+DERIVED: Final = (
+    ("envhub", "episode_timeout_s"),
+    ("envhub", "generate_timeout_s"),
+    ("train", "ticket_timeout_s"),
+    ("eval", "timeout_s"),
+)
 
 
-def derive(config: dict[str, Any], scoring_s: Mapping[str, float]) -> None:
-    """Fill in every timeout that is null, in place.
+def derive(settings: RunSettings, scoring_s: Mapping[str, float]) -> RunSettings:
+    """Return settings with every timeout that is null filled in.
 
     Args:
-        config: every section with its defaults.
         scoring_s: by domain, the longest time that reward hubs take for one group, in seconds.
 
     Raises:
         ConfigError: if two timeouts that are set contradict each other; names both.
     """
-    envhub = config["envhub"]
-    train = config["train"]
-    domains = config["domains"]
-    _refuse_contradictions(envhub, train, domains)
-    turn = envhub["generate_timeout_s"]
-    episode = envhub["episode_timeout_s"]
-    ticket = train["ticket_timeout_s"]
-    greedy = num_greedy(config["algorithm"]["adv_estimator"])
-    step_s = envhub["step_timeout_s"]
+    _refuse_contradictions(settings)
+    envhub = settings.envhub
+    turn = envhub.generate_timeout_s
+    episode = envhub.episode_timeout_s
+    ticket = settings.train.ticket_timeout_s
+    greedy = num_greedy(settings.algorithm.adv_estimator)
+    step_s = envhub.step_timeout_s
     turns = [TURN_S]
     episodes = [0.0]
-    for domain in domains.values():
-        turn_s = turn or max(TURN_S, domain["sampling"]["max_tokens"] / envhub["min_tokens_per_s"])
-        episode_s = episode or domain["max_turns"] * (turn_s + step_s) + CALLS * step_s
-        if domain["deadline_s"] is None:
-            waves = math.ceil(
-                (domain["group_size"] + greedy + domain["group_size_redundancy"]) / envhub["n"]
-            )
+    deadlines: dict[str, float] = {}
+    for name, domain in settings.domains.items():
+        turn_s = turn or max(TURN_S, domain.sampling.max_tokens / envhub.min_tokens_per_s)
+        episode_s = episode or domain.max_turns * (turn_s + step_s) + CALLS * step_s
+        deadline_s = domain.deadline_s
+        if deadline_s is None:
+            size = domain.group_size + greedy + domain.group_size_redundancy
+            waves = math.ceil(size / envhub.n)
             most_s = math.inf if ticket is None else max(ticket / TRIES, episode or turn or 0.0)
-            domain["deadline_s"] = min((waves + 1) * episode_s, most_s)
+            deadline_s = min((waves + 1) * episode_s, most_s)
+        deadlines[name] = deadline_s
         turns.append(turn_s)
-        episodes.append(min(episode_s, domain["deadline_s"]))
+        episodes.append(min(episode_s, deadline_s))
     if episode is None:
-        envhub["episode_timeout_s"] = max(episodes) or TURN_S
+        episode = max(episodes) or TURN_S
     if turn is None:
-        envhub["generate_timeout_s"] = min(max(turns), envhub["episode_timeout_s"])
+        turn = min(max(turns), episode)
     if ticket is None:
-        groups = [
-            domain["deadline_s"] + scoring_s.get(name, 0.0) for name, domain in domains.items()
-        ]
-        train["ticket_timeout_s"] = TRIES * max(groups, default=envhub["episode_timeout_s"])
-    if config["eval"]["timeout_s"] is None:
-        config["eval"]["timeout_s"] = max(EVALUATION_S, train["ticket_timeout_s"])
+        groups = [deadline + scoring_s.get(name, 0.0) for name, deadline in deadlines.items()]
+        ticket = TRIES * max(groups, default=episode)
+    evaluation = settings.eval.timeout_s
+    if evaluation is None:
+        evaluation = max(EVALUATION_S, ticket)
+    domains = {
+        name: domain.model_copy(update={"deadline_s": deadlines[name]})
+        for name, domain in settings.domains.items()
+    }
+    settings = settings.model_copy(update={"domains": domains})
+    settings = settings.with_values("envhub", generate_timeout_s=turn, episode_timeout_s=episode)
+    settings = settings.with_values("train", ticket_timeout_s=ticket)
+    return settings.with_values("eval", timeout_s=evaluation)
 
 
-def release(config: dict[str, Any], scoring_s: Mapping[str, float]) -> dict[str, Any]:
-    """Return a configuration in which timeouts that ``derive`` would fill in are null again.
+def release(settings: RunSettings, scoring_s: Mapping[str, float]) -> RunSettings:
+    """Return settings in which timeouts that ``derive`` would fill in are null again.
 
     They then follow later changes, as they did when the run was first configured.
     """
-    released = copy.deepcopy(config)
-    places = [(domain, "deadline_s") for domain in released["domains"].values()]
-    places += [
-        (released["envhub"], "episode_timeout_s"),
-        (released["envhub"], "generate_timeout_s"),
-    ]
-    places += [(released["train"], "ticket_timeout_s"), (released["eval"], "timeout_s")]
-    for section, key in places:
-        value = section[key]
-        section[key] = None
-        derived = copy.deepcopy(released)
-        derive(derived, scoring_s)
-        if derived != config:
-            section[key] = value
+    released = settings
+    for name, domain in settings.domains.items():
+        open_domain = domain.model_copy(update={"deadline_s": None})
+        candidate = released.model_copy(update={"domains": {**released.domains, name: open_domain}})
+        if derive(candidate, scoring_s) == settings:
+            released = candidate
+    for section, field in DERIVED:
+        candidate = released.with_values(section, **{field: None})
+        if derive(candidate, scoring_s) == settings:
+            released = candidate
     return released
 
 
@@ -115,42 +121,41 @@ def seconds(value: float | None) -> float:
     return value
 
 
-def note(config: dict[str, Any]) -> str:
-    """Return the timeouts of a checked configuration in one line, for the operator."""
-    envhub = config["envhub"]
-    deadlines = {domain["deadline_s"] for domain in config["domains"].values()}
+def note(settings: RunSettings) -> str:
+    """Return the timeouts of checked settings in one line, for the operator."""
+    envhub = settings.envhub
+    deadlines = {seconds(domain.deadline_s) for domain in settings.domains.values()}
     groups = " or ".join(f"{deadline:g}" for deadline in sorted(deadlines))
     return (
-        f"timeouts: a turn {envhub['generate_timeout_s']:g} s, an episode "
-        f"{envhub['episode_timeout_s']:g} s, a group "
-        f"{groups} s, a ticket {config['train']['ticket_timeout_s']:g} s in one hub: steps, "
+        f"timeouts: a turn {envhub.generate_timeout_s:g} s, an episode "
+        f"{envhub.episode_timeout_s:g} s, a group "
+        f"{groups} s, a ticket {settings.train.ticket_timeout_s:g} s in one hub: steps, "
         "pauses, queues and missing "
         "hubs may take any time"
     )
 
 
-def _refuse_contradictions(
-    envhub: Mapping[str, Any], train: Mapping[str, Any], domains: Mapping[str, Any]
-) -> None:
+def _refuse_contradictions(settings: RunSettings) -> None:
     """Compare the timeouts that are set; derived ones cannot contradict them."""
-    turn = envhub["generate_timeout_s"]
-    episode = envhub["episode_timeout_s"]
-    ticket = train["ticket_timeout_s"]
+    turn = settings.envhub.generate_timeout_s
+    episode = settings.envhub.episode_timeout_s
+    ticket = settings.train.ticket_timeout_s
     if turn is not None and episode is not None and turn > episode:
         raise ConfigError(GENERATE, turn, f"at most {EPISODE}, which is {episode:g}")
     inner = [
         (key, value) for key, value in ((GENERATE, turn), (EPISODE, episode)) if value is not None
     ]
     deadlines = {
-        f"domains.{name}.deadline_s": domain["deadline_s"] for name, domain in domains.items()
+        f"domains.{name}.deadline_s": domain.deadline_s for name, domain in settings.domains.items()
     }
-    if inner and deadlines and None not in deadlines.values():
-        longest, most = max(deadlines.items(), key=lambda item: item[1])
+    set_deadlines = [(key, deadline) for key, deadline in deadlines.items() if deadline is not None]
+    if inner and deadlines and len(set_deadlines) == len(deadlines):
+        longest, most = max(set_deadlines, key=lambda item: item[1])
         for key, value in inner:
             if value > most:
                 hint = ", the longest" * (len(deadlines) > 1)
                 raise ConfigError(key, value, f"at most {longest}{hint}, which is {most:g}")
     if ticket is not None:
-        for key, value in (*inner, *deadlines.items()):
-            if value is not None and ticket <= value:
+        for key, value in (*inner, *set_deadlines):
+            if ticket <= value:
                 raise ConfigError(TICKET, ticket, f"above {key}, which is {value:g}")

@@ -9,10 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
+from broker.contract.wire import PlainSettings
 from broker.errors import NodesMissing, RlearnerError, UserError
 from broker.system.connections import addresses
 from broker.weights.rendezvous.board_server import BoardServer
@@ -91,7 +92,7 @@ class Gathering:
         size_here: int,
         size: int,
         key_file: Path,
-        config: dict[str, Any],
+        config: PlainSettings,
         shared: Sequence[str] = (),
     ) -> None:
         self._placement = placement

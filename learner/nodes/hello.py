@@ -13,6 +13,8 @@ from typing import Any, Final
 
 import msgspec
 
+from broker.contract.wire import PlainSettings
+
 # Packages whose versions must be the same on all nodes.
 PACKAGES: Final = ("rlearner", "torch", "transformers")
 # Settings that only rank 0 uses, and that may differ.
@@ -33,7 +35,7 @@ class Hello(msgspec.Struct, frozen=True):
     host: str
     pid: int
     versions: dict[str, str]
-    config: dict[str, Any]  # resolved
+    config: PlainSettings  # resolved
     shared: list[str] = []  # names of its node's devices, if it takes turns on them
 
     @property
@@ -48,7 +50,7 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 def make_hello(
-    node: int, local_rank: int, local_size: int, config: dict[str, Any], shared: list[str]
+    node: int, local_rank: int, local_size: int, config: PlainSettings, shared: list[str]
 ) -> Hello:
     """Return this process's message."""
     return Hello(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from broker.errors import ConfigError, UserError
+from broker.settings.config import UserSettings
 from broker.system import gpus
 from learner.gpu_selection import refuse_taken
 from learner.nodes.placement import Placement
 
 
 def lay_out(
-    config: dict[str, Any], placement: Placement, spec: str, *, share: bool
-) -> tuple[dict[str, Any], int]:
+    config: UserSettings, placement: Placement, spec: str, *, share: bool
+) -> tuple[UserSettings, int]:
     """Select this node's GPUs; return the configuration and the number of ranks here.
 
     Args:
@@ -32,8 +31,8 @@ def lay_out(
 
 
 def divide_ranks(
-    config: dict[str, Any], placement: Placement, spec: str, num_gpus: int
-) -> tuple[dict[str, Any], int]:
+    config: UserSettings, placement: Placement, spec: str, num_gpus: int
+) -> tuple[UserSettings, int]:
     """Return the configuration with ``train.ranks``, and the number of ranks on this node.
 
     Raises:

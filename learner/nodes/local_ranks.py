@@ -9,10 +9,11 @@ import sys
 import time
 from collections.abc import Sequence
 from types import FrameType
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 
+from broker.contract.wire import PlainSettings
 from broker.system.children import spawn
 from broker.system.entry import EXIT_FAULT, EXIT_STOPPED, EXIT_USER_ERROR
 from learner.nodes.placement import Placement
@@ -42,7 +43,7 @@ class RankStart(msgspec.Struct, frozen=True):
     local_rank: int
     size_here: int
     key_file: str
-    config: dict[str, Any]
+    config: PlainSettings
     deadline_s: float
     shared: list[str] = []
 
@@ -52,7 +53,7 @@ def start_of(
     local_rank: int,
     size_here: int,
     key_file: str,
-    config: dict[str, Any],
+    config: PlainSettings,
     deadline_s: float,
     shared: list[str],
 ) -> RankStart:

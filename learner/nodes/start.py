@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from broker.errors import UserError
 from broker.runtime.process import Stop, Stopped
 from broker.settings.arguments import count, natural, positive
+from broker.settings.run_settings import RunSettings
 from broker.system import logs
 from broker.system.entry import EXIT_FAULT, EXIT_USER_ERROR
 from learner.nodes.key import default_path
@@ -50,7 +51,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def join_rank_0(
     placement: Placement,
-    config: dict[str, Any],
+    settings: RunSettings,
     num_here: int,
     options: argparse.Namespace,
     shared: list[str],
@@ -61,6 +62,7 @@ def join_rank_0(
         shared: names of this node's devices, if it takes turns on them.
     """
     key_file = str(options.nodes_key or default_path())
+    config = settings.to_plain()
 
     def start(local_rank: int) -> RankStart:
         return start_of(
@@ -95,7 +97,7 @@ class Outcome:
 @asynccontextmanager
 async def gather_nodes(
     placement: Placement,
-    config: dict[str, Any],
+    settings: RunSettings,
     num_here: int,
     options: argparse.Namespace,
     stop: Stop,
@@ -114,7 +116,7 @@ async def gather_nodes(
         NodesMissing: if not all nodes come in time.
     """
     ranks = await asyncio.to_thread(
-        _gather_ranks, placement, config, num_here, options=options, stop=stop, shared=shared
+        _gather_ranks, placement, settings, num_here, options=options, stop=stop, shared=shared
     )
     outcome = Outcome(shared=sorted({*shared, *ranks.shared}))
     try:
@@ -135,7 +137,7 @@ async def gather_nodes(
 
 def _gather_ranks(
     placement: Placement,
-    config: dict[str, Any],
+    settings: RunSettings,
     num_here: int,
     options: argparse.Namespace,
     stop: Stop,
@@ -149,9 +151,9 @@ def _gather_ranks(
         gathering = Gathering(
             placement,
             num_here,
-            config["train"]["ranks"],
+            settings.train.ranks,
             key_file=key_file,
-            config=config,
+            config=settings.to_plain(),
             shared=shared,
         )
         return gathering.gather(options.nodes_deadline, stop.asked.is_set)

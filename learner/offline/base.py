@@ -7,15 +7,20 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 from broker.errors import ConfigError, NotFinite
 from broker.settings.config import RunSection
 from broker.settings.registry import resolve
-from broker.settings.runspec import section
 from learner.backends import BACKENDS
 from learner.config import AlgorithmSection, CheckpointSection
-from learner.offline.config import DataSection, HeldOutSection, OfflineTrainSection, backend_train
+from learner.offline.config import (
+    DataSection,
+    HeldOutSection,
+    OfflineSettings,
+    OfflineTrainSection,
+    backend_train,
+)
 from rlearner_text.config import ModelSection
 from rlearner_text.tokenizer import Tokenizer
 
@@ -46,12 +51,15 @@ class OfflinePipeline(Protocol):
         """Release resources other than the backend's."""
 
 
+S = TypeVar("S", bound=OfflineSettings)
+
+
 @dataclass(frozen=True)
-class OfflineJob:
+class OfflineJob(Generic[S]):
     """Inputs of a pipeline.
 
     Attributes:
-        config: validated.
+        settings: validated.
         folder: of the run.
         first_path: folder or hub name of the weights that the run started from.
         model_path: weights to continue from: the newest checkpoint, or the first ones.
@@ -59,7 +67,7 @@ class OfflineJob:
         url: of the broker, for a pipeline that uses rollout servers.
     """
 
-    config: dict[str, Any]
+    settings: S
     folder: Path
     first_path: str
     model_path: str
@@ -68,27 +76,27 @@ class OfflineJob:
 
     @property
     def run(self) -> RunSection:
-        return section(self.config, "run", RunSection)
+        return self.settings.run
 
     @property
     def train(self) -> OfflineTrainSection:
-        return section(self.config, "train", OfflineTrainSection)
+        return self.settings.train
 
     @property
     def data(self) -> DataSection:
-        return section(self.config, "data", DataSection)
+        return self.settings.data
 
     @property
     def held_out(self) -> HeldOutSection:
-        return section(self.config, "eval", HeldOutSection)
+        return self.settings.eval
 
     @property
     def model(self) -> ModelSection:
-        return section(self.config, "model", ModelSection)
+        return self.settings.model
 
     @property
     def checkpoint(self) -> CheckpointSection:
-        return section(self.config, "checkpoint", CheckpointSection)
+        return self.settings.checkpoint
 
     def max_tokens(self) -> int:
         """Return the longest row in tokens: the configured limit, or the model's.

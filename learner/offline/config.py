@@ -10,31 +10,19 @@ from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from broker.errors import ConfigError, UserError
 from broker.settings import runspec
-from broker.settings.config import Section
+from broker.settings.config import BrokerSection, RunSection, Section, SectionGroup, UserSettings
 from broker.settings.schema.model import ModelSection
+from broker.settings.schema.serving import RolloutSection
 from learner.checks import check_family, check_layers, check_name, check_options
-from learner.config import Beta, OptimizationSection, TrainSection
+from learner.config import (
+    Beta,
+    CheckpointSection,
+    OptimizationSection,
+    TrackersSection,
+    TrainSection,
+)
 from rlearner_text.model_checks import resolve_model
 
-_COMMON: Final[dict[str, str]] = {
-    "run": "broker.settings.config:RunSection",
-    "model": "rlearner_text.config:ModelSection",
-    "data": "learner.offline.config:DataSection",
-    "train": "learner.offline.config:OfflineTrainSection",
-    "eval": "learner.offline.config:HeldOutSection",
-    "checkpoint": "learner.config:CheckpointSection",
-    "trackers": "learner.config:TrackersSection",
-}
-SECTIONS: Final[dict[str, dict[str, str]]] = {
-    "sft": _COMMON,
-    "dpo": {**_COMMON, "dpo": "learner.offline.config:DpoSection"},
-    "distill": {
-        **_COMMON,
-        "distill": "learner.offline.config:DistillSection",
-        "broker": "broker.settings.config:BrokerSection",
-        "rollout": "rollout.config:RolloutSection",
-    },
-}
 # These keys and sections may differ when a run resumes.
 _FREE_KEYS: Final = ("train.steps", "train.num_threads", "train.device")
 _FREE_SECTIONS: Final = ("eval", "checkpoint", "trackers", "broker", "rollout")
@@ -91,16 +79,64 @@ class DistillSection(Section):
     concurrency: PositiveInt = 64  # served: rows requested at once
 
 
-def pipeline_of(config: Mapping[str, Any]) -> str:
+class OfflineSettings(SectionGroup):
+    """The settings of ``rlearner sft``; other pipelines have more sections."""
+
+    run: RunSection = RunSection()
+    model: ModelSection = ModelSection()
+    data: DataSection
+    train: OfflineTrainSection = OfflineTrainSection()
+    eval: HeldOutSection = HeldOutSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    trackers: TrackersSection = TrackersSection()
+
+
+class DpoSettings(OfflineSettings):
+    """The settings of ``rlearner dpo``."""
+
+    dpo: DpoSection = DpoSection()
+
+
+class DistillSettings(OfflineSettings):
+    """The settings of ``rlearner distill``."""
+
+    distill: DistillSection
+    broker: BrokerSection = BrokerSection()
+    rollout: RolloutSection = RolloutSection()
+
+
+SETTINGS: Final[dict[str, type[OfflineSettings]]] = {
+    "sft": OfflineSettings,
+    "dpo": DpoSettings,
+    "distill": DistillSettings,
+}
+SECTIONS: Final[dict[str, dict[str, str]]] = {
+    pipeline: runspec.name_sections(
+        {name: field.annotation for name, field in settings.model_fields.items()}
+    )
+    for pipeline, settings in SETTINGS.items()
+}
+
+
+def pipeline_of(config: UserSettings) -> str:
     """Return the pipeline whose section a configuration has, ``sft`` without one."""
     return next((name for name in SECTIONS if name in config), "sft")
 
 
-def validate_config(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration of a pipeline with all defaults filled in.
+def parse_config(pipeline: str, config: UserSettings) -> OfflineSettings:
+    """Return the settings of a pipeline with defaults, checked section by section.
 
     Raises:
-        UserError: if it is not for offline training.
+        ConfigError: for the first key or value that is not allowed.
+    """
+    return SETTINGS[pipeline](**runspec.parse_sections(config, SECTIONS[pipeline]))
+
+
+def validate_config(pipeline: str, config: UserSettings) -> OfflineSettings:
+    """Return the settings of a pipeline with all defaults filled in.
+
+    Raises:
+        UserError: if the configuration is not for offline training.
         ConfigError: for the first key that cannot work.
     """
     from learner.backends import BACKENDS
@@ -111,13 +147,13 @@ def validate_config(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
         raise UserError(
             f"domains: with that section it is a configuration for {commands}, not for {pipeline}"
         )
-    checked = runspec.validate(config, SECTIONS[pipeline], ())
-    train = OfflineTrainSection.model_validate(checked["train"])
+    settings = parse_config(pipeline, config)
+    train = settings.train
     if (name := train.backend) in ("deepspeed", "megatron"):
         allowed = f"torch, ddp or fsdp2: without a broker there is one rank, and no train.{name}"
         raise ConfigError("train.backend", name, allowed)
-    model = resolve_model(ModelSection.model_validate(checked["model"]))
-    checked["model"] = model.model_dump(mode="json")
+    model = resolve_model(settings.model)
+    settings = settings.model_copy(update={"model": model})
     if (warmup := train.warmup_steps) is not None and warmup >= train.steps:
         raise ConfigError(
             "train.warmup_steps", warmup, f"below train.steps, which is {train.steps}"
@@ -126,33 +162,31 @@ def validate_config(pipeline: str, config: dict[str, Any]) -> dict[str, Any]:
     check_options(train)
     check_family(model, train)
     check_layers(train.lora, model)
-    for name in checked["trackers"]["use"]:
+    for name in settings.trackers.use:
         check_name("trackers.use", "trackers", name, TRACKERS)
-    for key in ("train", "eval"):
-        path = checked["data"][key]
+    for key, path in (("train", settings.data.train), ("eval", settings.data.eval)):
         if path is not None and not Path(path).is_file():
             raise ConfigError(f"data.{key}", path, "no such file; JSONL or Parquet")
-    if pipeline == "dpo":
+    if isinstance(settings, DpoSettings):
         from learner.offline import PREFERENCES
 
-        check_name("dpo.loss", "preferences", checked["dpo"]["loss"], PREFERENCES)
-    if pipeline == "distill":
-        _check_distill(checked)
-    return checked
+        check_name("dpo.loss", "preferences", settings.dpo.loss, PREFERENCES)
+    if isinstance(settings, DistillSettings):
+        _check_distill(settings.distill, train)
+    return settings
 
 
-def _check_distill(config: dict[str, Any]) -> None:
-    distill = config["distill"]
-    if distill["served"] and not distill["top_k"]:
+def _check_distill(distill: DistillSection, train: OfflineTrainSection) -> None:
+    if distill.served and not distill.top_k:
         raise ConfigError(
             "distill.top_k",
             0,
             "at least 1 with distill.served: whole distributions are too large to send",
         )
-    if config["train"]["backend"] != "torch":
+    if train.backend != "torch":
         raise ConfigError(
             "train.backend",
-            config["train"]["backend"],
+            train.backend,
             "torch: distillation needs the student's logits",
         )
 

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from broker.errors import ConfigError
-from broker.settings.runspec import section
 from learner.algorithm.samples import TrainSample
 from learner.backends.distill import DistillBackend, TaughtSample
 from learner.config import AlgorithmSection
 from learner.offline.base import OfflineJob
-from learner.offline.config import DistillSection, backend_train
+from learner.offline.config import DistillSettings, backend_train
 from learner.offline.data import load_examples
 from learner.offline.supervised import optimizer_metrics
 from rlearner_text.tokenizer import Tokenizer
@@ -28,8 +27,8 @@ MEAN: Final = AlgorithmSection(pg_variant="sft", loss_agg_mode="token-mean")
 class DistillationPipeline:
     """Distillation; a step's loss is the mean divergence over the trained tokens of its rows."""
 
-    def __init__(self, job: OfflineJob) -> None:
-        distill = section(job.config, "distill", DistillSection)
+    def __init__(self, job: OfflineJob[DistillSettings]) -> None:
+        distill = job.settings.distill
         _check_vocabulary(
             job.tokenizer, distill.teacher, trust_remote_code=job.model.trust_remote_code
         )
@@ -59,7 +58,7 @@ class DistillationPipeline:
         if distill.served:
             from learner.offline.served_teacher import ServedTeacher
 
-            self._teacher = ServedTeacher(job, distill)
+            self._teacher = ServedTeacher(job)
 
     def step(self, rows: Sequence[int]) -> dict[str, float]:
         """Take an update; ``train/loss`` is the divergence in nats per trained token."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from broker.errors import UserError
 from broker.settings.registry import resolve
-from broker.settings.runspec import digest_file, section
+from broker.settings.runspec import digest_file
 from broker.system.private_files import draft_of, private_folder
 from learner.algorithm.losses.preference import PairLogprobs, PreferenceLoss
 from learner.algorithm.samples import TrainSample
@@ -28,7 +28,7 @@ from learner.backends.base import Backend
 from learner.config import AlgorithmSection
 from learner.offline import PREFERENCES
 from learner.offline.base import REFERENCE, OfflineJob, log
-from learner.offline.config import DpoSection
+from learner.offline.config import DpoSection, DpoSettings
 from learner.offline.preference_pairs import load_pairs
 from learner.offline.supervised import optimizer_metrics
 
@@ -98,8 +98,8 @@ def summarize_pairs(
 class PreferencePipeline:
     """Training with a preference loss."""
 
-    def __init__(self, job: OfflineJob) -> None:
-        settings = section(job.config, "dpo", DpoSection)
+    def __init__(self, job: OfflineJob[DpoSettings]) -> None:
+        settings = job.settings.dpo
         self._beta = settings.beta
         self._loss: PreferenceLoss = resolve("preferences", settings.loss, PREFERENCES)
         max_tokens = job.max_tokens()
@@ -156,7 +156,10 @@ class PreferencePipeline:
 
 
 def _reference_logprobs(
-    job: OfflineJob, dpo: DpoSection, rows: Sequence[SamplePair], held_out: Sequence[SamplePair]
+    job: OfflineJob[DpoSettings],
+    dpo: DpoSection,
+    rows: Sequence[SamplePair],
+    held_out: Sequence[SamplePair],
 ) -> tuple[Tensor, Tensor]:
     """Return the reference's logprobs of every answer, (rows, 2) float64 each.
 

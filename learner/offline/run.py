@@ -14,21 +14,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Final
 
 import yaml
 
 from broker.errors import UserError
-from broker.settings.config import RunSection
 from broker.settings.registry import resolve
-from broker.settings.runspec import digest_file, section
+from broker.settings.runspec import digest_file
 from broker.system.locks import lock
 from broker.system.private_files import private_folder
 from learner.checkpoints import checkpoint
-from learner.config import TrackersSection
 from learner.offline import PIPELINES
 from learner.offline.base import REFERENCE, OfflineJob, OfflinePipeline, check_finite
-from learner.offline.config import first_changed_key
+from learner.offline.config import OfflineSettings, first_changed_key
 from learner.offline.data import shuffled_batches
 from learner.offline.progress import Show, show_progress
 from learner.prepare import base_model, make_folder, run_folder, write_config
@@ -36,7 +34,6 @@ from learner.reporting.metrics import MetricsFile, finite_values
 from learner.reporting.starts import note_start
 from learner.reporting.trackers import TrackerGroup
 from learner.run_folder import OFFLINE_LOCK
-from rlearner_text.config import ModelSection
 from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -55,21 +52,21 @@ class OfflineResult:
     seconds: float
 
 
-def run_pipeline(name: str, config: dict[str, Any], url: str = "") -> OfflineResult:
+def run_pipeline(name: str, settings: OfflineSettings, url: str = "") -> OfflineResult:
     """Train to the last step, from the newest checkpoint in the run's folder if there is one.
 
     Args:
         name: of the pipeline.
-        config: validated, with ``run.name`` set.
+        settings: validated, with ``run.name`` set.
         url: of the broker, for a served teacher.
 
     Raises:
         UserError: if the settings differ from those of the run's start, there is no such model, a
             row is malformed, the loss is not finite, or another process trains the run.
     """
-    folder = run_folder(section(config, "run", RunSection))
-    with _lock_folder(folder, config["run"]["name"]):
-        return _train_run(name, config, folder, url)
+    folder = run_folder(settings.run)
+    with _lock_folder(folder, str(settings.run.name)):
+        return _train_run(name, settings, folder, url)
 
 
 def _lock_folder(folder: Path, run: str) -> IO[bytes]:
@@ -86,31 +83,27 @@ def _lock_folder(folder: Path, run: str) -> IO[bytes]:
         raise UserError(f"{folder}: {error.strerror}") from None
 
 
-def _train_run(name: str, config: dict[str, Any], folder: Path, url: str) -> OfflineResult:
-    _refuse_other_settings(folder, config)
+def _train_run(name: str, settings: OfflineSettings, folder: Path, url: str) -> OfflineResult:
+    _refuse_other_settings(folder, settings)
     newest = checkpoint.newest_checkpoint(folder / "checkpoints")
-    steps = config["train"]["steps"]
+    steps = settings.train.steps
     if newest is not None and newest.step > steps:
         raise UserError(
             f"train.steps: {steps} is not allowed; the run has made {newest.step} steps already"
         )
     _remove_unstarted_files(folder)
     checkpoint.remove_partial(folder / "checkpoints")
-    model = section(config, "model", ModelSection)
-    first_path = base_model(model, folder, log.info)
+    first_path = base_model(settings.model, folder, log.info)
     model_path = first_path if newest is None else str(newest.path)
-    tokenizer = Tokenizer.of_run(first_path, model)
+    tokenizer = Tokenizer.of_run(first_path, settings.model)
     job = OfflineJob(
-        config, folder, first_path, model_path=model_path, tokenizer=tokenizer, url=url
+        settings, folder, first_path, model_path=model_path, tokenizer=tokenizer, url=url
     )
     pipeline: OfflinePipeline = resolve("pipelines", name, PIPELINES)(job)
     # Only now that the input is valid: from here on the settings must not change.
+    config = settings.to_plain()
     write_config(folder, config)
-    data = {
-        path: digest_file(path)
-        for path in (config["data"]["train"], config["data"]["eval"])
-        if path
-    }
+    data = {path: digest_file(path) for path in (settings.data.train, settings.data.eval) if path}
     note_start(folder, config, EPOCH, data, first_path)
     try:
         if newest is not None:
@@ -126,20 +119,19 @@ def _train_run(name: str, config: dict[str, Any], folder: Path, url: str) -> Off
         pipeline.close()
 
 
-def _refuse_other_settings(folder: Path, config: dict[str, Any]) -> None:
+def _refuse_other_settings(folder: Path, settings: OfflineSettings) -> None:
     file = folder / "config.yaml"
     if not file.exists():
         return
     try:
-        settings = yaml.safe_load(file.read_text(encoding="utf-8"))
+        old_config = yaml.safe_load(file.read_text(encoding="utf-8"))
     except (OSError, yaml.YAMLError) as error:
         raise UserError(f"{file}: cannot be read: {' '.join(str(error).split())}") from None
-    key = first_changed_key(settings if isinstance(settings, dict) else {}, config)
+    key = first_changed_key(old_config if isinstance(old_config, dict) else {}, settings.to_plain())
     if key is not None:
-        run = config["run"]["name"]
         raise UserError(
-            f"{key}: differs from what run {run} was started with (see {file}); choose another "
-            "run.name"
+            f"{key}: differs from what run {settings.run.name} was started with (see {file}); "
+            "choose another run.name"
         )
 
 
@@ -154,7 +146,13 @@ class _Loop:
     """Loop over the steps."""
 
     def __init__(
-        self, name: str, job: OfflineJob, pipeline: OfflinePipeline, *, first: int, is_resumed: bool
+        self,
+        name: str,
+        job: OfflineJob[OfflineSettings],
+        pipeline: OfflinePipeline,
+        *,
+        first: int,
+        is_resumed: bool,
     ) -> None:
         self._name = name
         self._job = job
@@ -164,8 +162,10 @@ class _Loop:
         self._checkpoints = job.folder / "checkpoints"
         private_folder(self._checkpoints)
         self._file = MetricsFile(job.folder / "metrics.jsonl", first if is_resumed else -1)
-        trackers = section(job.config, "trackers", TrackersSection)
-        self._trackers = TrackerGroup(trackers, job.folder, str(job.run.name), job.config)
+        settings = job.settings
+        self._trackers = TrackerGroup(
+            settings.trackers, job.folder, str(settings.run.name), settings.to_plain()
+        )
         self._newest: dict[str, float] = {}
 
     def run(self) -> OfflineResult:

@@ -31,13 +31,12 @@ from broker.errors import RequestFailed, UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.announce import Announcer
 from broker.runtime.presence import Roster
-from broker.settings.config import BrokerSection
-from broker.settings.runspec import publish_runspec, section
+from broker.settings.runspec import publish_runspec
 from broker.system.process_identity import this_process
 from broker.system.reminders import Reminders
 from learner.algorithm.samples import Array
 from learner.offline.base import OfflineJob
-from learner.offline.config import DistillSection
+from learner.offline.config import DistillSection, DistillSettings
 
 log = logging.getLogger(__name__)
 
@@ -61,13 +60,13 @@ class ServedTeacher:
         UserError: if there is no broker at the address.
     """
 
-    def __init__(self, job: OfflineJob, distill: DistillSection) -> None:
+    def __init__(self, job: OfflineJob[DistillSettings]) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="teacher", daemon=True)
         self._thread.start()
         self._client: _TeacherClient | None = None
         try:
-            self._client = self._wait(_open_client(job, distill, _absolute_path(distill.teacher)))
+            self._client = self._wait(_open_client(job))
         except BaseException:
             self.close()
             raise
@@ -106,12 +105,18 @@ def _absolute_path(path: str) -> str:
     return str(local.absolute()) if local.is_dir() else path
 
 
-async def _open_client(job: OfflineJob, distill: DistillSection, path: str) -> _TeacherClient:
-    run = str(job.run.name)
+async def _open_client(job: OfflineJob[DistillSettings]) -> _TeacherClient:
+    settings = job.settings
+    run = str(settings.run.name)
+    path = _absolute_path(settings.distill.teacher)
     bus = await Bus.connect(job.url, run, name="distill", deadline_s=CONNECT_S)
     await bus.ensure_streams()
-    rollout = {**job.config["rollout"], "policy": POLICY, "model_path": path}
-    config = {"rollout": rollout, "broker": job.config["broker"], "model": job.config["model"]}
+    rollout = settings.rollout.model_copy(update={"policy": POLICY, "model_path": path})
+    config = {
+        "rollout": rollout.to_plain(),
+        "broker": settings.broker.to_plain(),
+        "model": settings.model.to_plain(),
+    }
     spec = wire.RunSpec(
         run=run, wire_version=wire.WIRE_VERSION, epoch=0, config=config, model_path=path
     )
@@ -119,9 +124,7 @@ async def _open_client(job: OfflineJob, distill: DistillSection, path: str) -> _
     await bus.key_value(CONTROL).put(run, wire.DesiredState(state="running"))
     roster = Roster(bus, beats=("rollout",))
     await roster.start()
-    client = _TeacherClient(
-        bus, roster, distill, section(job.config, "broker", BrokerSection).channel
-    )
+    client = _TeacherClient(bus, roster, settings.distill, settings.broker.channel)
     await client.announcer.start()
     return client
 

@@ -14,7 +14,7 @@ from learner.algorithm.samples import TrainSample
 from learner.backends.base import Backend
 from learner.config import AlgorithmSection
 from learner.offline.base import OfflineJob, check_finite, longest_row
-from learner.offline.config import OfflineTrainSection, backend_train
+from learner.offline.config import OfflineSettings, OfflineTrainSection, backend_train
 from learner.offline.data import load_examples, shuffled_batches
 from rlearner_text.atomic_folders import atomic_folder
 from rlearner_text.config import ModelSection, check_model_path
@@ -28,7 +28,7 @@ SFT = AlgorithmSection(pg_variant="sft", loss_agg_mode="token-mean")
 class SupervisedPipeline:
     """Fine-tuning; a step's loss is the mean over the trained tokens of its rows."""
 
-    def __init__(self, job: OfflineJob) -> None:
+    def __init__(self, job: OfflineJob[OfflineSettings]) -> None:
         max_tokens = job.max_tokens()
 
         def read(path: str, key: str) -> list[TrainSample]:

@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final
 
-from broker.contract.wire import WIRE_VERSION
+from broker.contract.wire import WIRE_VERSION, PlainSettings
 from broker.errors import UserError
 from broker.settings.runspec import digest_file
 from broker.system.private_files import open_private
@@ -36,7 +36,7 @@ SAMPLE_BYTES: Final = 1 << 14
 
 def note_start(
     folder: Path,
-    config: Mapping[str, Any],
+    config: PlainSettings,
     epoch: int,
     data: Mapping[str, str],
     model: str,
@@ -109,7 +109,7 @@ def own_digest() -> str:
     return digest.hexdigest()
 
 
-def code_digests(config: Mapping[str, Any]) -> dict[str, str]:
+def code_digests(config: PlainSettings) -> dict[str, str]:
     """Return the digest of each Python file that the configuration names, by its path."""
     # As in ./my_env.py:Name.
     digests: dict[str, str] = {}

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Final, Literal
 
+from broker.settings.run_settings import RunSettings
 from rlearner.advise.changes import KEYS, apply_changes, usual_changes
 from rlearner.advise.fit import FittedRun, HostUse, NotFitted, fit_run
 from rlearner.advise.run_model import STAGES, RunModel, Stage
@@ -109,17 +110,17 @@ class Advice:
         return asdict(self) | {"line": self.line}
 
 
-def advise(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> Advice:
+def advise(rows: Sequence[Mapping[str, Any]], settings: RunSettings) -> Advice:
     """Return the advice for a run.
 
     Args:
         rows: lines of metrics.jsonl, oldest first.
-        config: the run's settings, validated.
+        settings: of the run.
 
     Raises:
         NotFitted: if there are too few steps, or a figure was not measured.
     """
-    return advice_of(fit_run(rows, config))
+    return advice_of(fit_run(rows, settings))
 
 
 def advice_of(run: FittedRun) -> Advice:
@@ -255,10 +256,10 @@ def desired_servers(model: RunModel) -> int:
     return high
 
 
-def bottleneck_line(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> str:
+def bottleneck_line(rows: Sequence[Mapping[str, Any]], settings: RunSettings) -> str:
     """Return the bottleneck in one line, or what is missing to name it."""
     try:
-        return advise(rows, config).line
+        return advise(rows, settings).line
     except NotFitted as error:
         return f"not known: {error}"
     except Exception as error:

@@ -9,7 +9,13 @@ from statistics import fmean
 from typing import Any, Final
 
 import numpy as np
+from pydantic import ValidationError
 
+from broker.contract.wire import PlainSettings
+from broker.settings.config import num_greedy
+from broker.settings.run_settings import RunSettings, stored_value
+from broker.settings.schema.algorithm import AlgorithmSection
+from broker.settings.sections import first_problem
 from learner.algorithm.selection import num_kept
 from learner.reporting.metrics import QUANTILES
 from rlearner.advise.run_model import NORMAL, Lengths, RunModel
@@ -37,6 +43,12 @@ NEEDED: Final = (
 # Needed too if the run has rewards.
 REWARDS: Final = ("fleet/score_s", "fleet/score_each_s")
 LENGTHS: Final = {f"episode_tokens/{name}": share for name, share in QUANTILES.items()}
+
+
+# Sections of the settings that a fit reads.
+SECTIONS: Final = ("train", "domains", "algorithm")
+# Without these of ``train`` a folder is damaged, or of a version whose steps were others.
+TRAIN_SETTINGS: Final = ("steps", "groups_per_step", "max_staleness")
 
 
 class NotFitted(Exception):
@@ -89,25 +101,52 @@ class FittedRun:
     host: HostUse | None = None
 
 
-def fit_run(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> FittedRun:
+class SettingMissing(Exception):
+    """A run's folder lacks a setting; the text names it."""
+
+
+def stored_settings(config: PlainSettings) -> RunSettings:
+    """Return the settings that a fit reads, from a run's folder.
+
+    Raises:
+        SettingMissing: if it lacks one of them.
+        NotFitted: if a value is not allowed.
+    """
+    for name in SECTIONS:
+        if name not in config:
+            raise SettingMissing(repr(name))
+    for name in TRAIN_SETTINGS:
+        if stored_value(config, "train", name) is None:
+            raise SettingMissing(repr(name))
+    try:
+        return RunSettings.of_config({name: config[name] for name in SECTIONS})
+    except ValidationError as error:
+        raise _not_those_of_a_run(first_problem(error)) from None
+
+
+def _not_those_of_a_run(problem: object) -> NotFitted:
+    return NotFitted(f"settings and figures are not those of a run ({problem})")
+
+
+def fit_run(rows: Sequence[Mapping[str, Any]], settings: RunSettings) -> FittedRun:
     """Fit the model to the newest steps that the present fleet made.
 
     Args:
         rows: lines of metrics.jsonl, oldest first.
-        config: the run's settings, validated.
+        settings: of the run.
 
     Raises:
         NotFitted: if there are too few steps, a figure was not measured, or settings and figures
             make no sense.
     """
     try:
-        return _fit_model(rows, config)
+        return _fit_model(rows, settings)
     except (ArithmeticError, RuntimeError, ValueError) as error:
-        raise NotFitted(f"settings and figures are not those of a run ({error})") from error
+        raise _not_those_of_a_run(error) from error
 
 
-def _fit_model(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> FittedRun:
-    steps = _usable_rows(rows, config)
+def _fit_model(rows: Sequence[Mapping[str, Any]], settings: RunSettings) -> FittedRun:
+    steps = _usable_rows(rows, settings)
     mean = {
         name: fmean(row[name] for row in steps)
         for name in steps[-1]
@@ -119,8 +158,8 @@ def _fit_model(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> 
         for name, value in steps[-1].items()
         if name.startswith("fleet/") and _is_number(value)
     }
-    filtered = _filtered_groups(mean, config)
-    model = _build_model(steps, mean, config, filtered)
+    filtered = _filtered_groups(mean, settings)
+    model = _build_model(steps, mean, settings, filtered)
     step_s = mean["time/step"]
     model = replace(model, delay_s=_request_delay(model, mean["time/generate"], step_s))
     return FittedRun(
@@ -132,25 +171,23 @@ def _fit_model(rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> 
         explained=step_s / simulate(model).step_s,
         steps=(steps[0]["step"], steps[-1]["step"]),
         filtered=filtered,
-        filter_reason=_filter_reason(config),
+        filter_reason=_filter_reason(settings.algorithm),
         host=_host_use(mean),
     )
 
 
-def _filtered_groups(mean: Mapping[str, float], config: Mapping[str, Any]) -> float:
+def _filtered_groups(mean: Mapping[str, float], settings: RunSettings) -> float:
     """Return the groups that a step filters, without those that nothing replaces."""
-    groups = config["train"]["groups_per_step"]
-    algorithm = config["algorithm"]
+    groups = settings.train.groups_per_step
     unselected = 0
-    if algorithm.get("pg_variant") == "starpo_s":
-        unselected = groups - num_kept(groups, algorithm["keep_fraction"])
+    if settings.algorithm.pg_variant == "starpo_s":
+        unselected = groups - num_kept(groups, settings.algorithm.keep_fraction)
     return max(0.0, mean.get("filter/count", 0.0) - unselected)
 
 
-def _filter_reason(config: Mapping[str, Any]) -> str:
-    algorithm = config["algorithm"]
-    has_other_filter = algorithm.get("pass_rate") or algorithm.get("group_filter")
-    if algorithm.get("filter_zero_variance") and not has_other_filter:
+def _filter_reason(algorithm: AlgorithmSection) -> str:
+    has_other_filter = algorithm.pass_rate or algorithm.group_filter
+    if algorithm.filter_zero_variance and not has_other_filter:
         return "had equal rewards"
     return "were filtered"
 
@@ -165,23 +202,23 @@ _IDLE: Final = {"learner": "trainer/idle_ratio", "generation": "rollouter/idle_r
 
 
 def _usable_rows(
-    rows: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]], settings: RunSettings
 ) -> list[Mapping[str, Any]]:
     """Return the newest rows of the present fleet, without the run's first and last steps.
 
     Until a step has taken groups of as many versions as it may, and once no more tickets are
     issued, steps are unlike the others.
     """
-    staleness = config["train"]["max_staleness"]
+    staleness = settings.train.max_staleness
     first = staleness + 2
-    last = config["train"]["steps"] - staleness - 1
+    last = settings.train.steps - staleness - 1
     # A damaged line may hold no step.
     rows = [row for row in rows if _is_number(row.get("step"))]
     if not rows:
         raise NotFitted(f"needs {first + MIN_STEPS} steps", first + MIN_STEPS)
     newest = rows[-1]
     required_names = [*NEEDED, *LENGTHS]
-    if any(domain["rewards"] for domain in config["domains"].values()):
+    if any(domain.rewards for domain in settings.domains.values()):
         required_names += REWARDS
     if missing := [name for name in required_names if not _is_number(newest.get(name))]:
         if newest.get("fleet/servers") == 0 or newest.get("fleet/hubs") == 0:
@@ -238,37 +275,33 @@ def _is_number(value: Any) -> bool:
 def _build_model(
     steps: Sequence[Mapping[str, Any]],
     mean: Mapping[str, float],
-    config: Mapping[str, Any],
+    settings: RunSettings,
     filtered: float,
 ) -> RunModel:
-    train = config["train"]
-    groups = config["train"]["groups_per_step"]
-    domains = list(config["domains"].values())
-    weights = [domain["weight"] for domain in domains]
-
-    def average(key: str) -> float:
-        total = sum(weight * domain[key] for weight, domain in zip(weights, domains, strict=True))
-        return float(total / sum(weights))
-
-    spare = round(average("group_size_redundancy"))
-    # ReMax plays one greedy episode more in each group, its baseline.
-    greedy = int(config["algorithm"]["adv_estimator"] == "remax")
-    size = round(average("group_size")) + greedy + spare
+    train = settings.train
+    groups = train.groups_per_step
+    domains = list(settings.domains.values())
+    weights = sum(domain.weight for domain in domains)
+    redundancy = sum(domain.weight * domain.group_size_redundancy for domain in domains)
+    spare = round(redundancy / weights)
+    greedy = num_greedy(settings.algorithm.adv_estimator)
+    sizes = sum(domain.weight * domain.group_size for domain in domains)
+    size = round(sizes / weights) + greedy + spare
     tokens = lengths_of(steps, groups * (size - spare)).scaled(mean["episode_tokens/mean"])
     episodes_per_s = groups * size / mean["time/step"]
     servers = max(1.0, mean["fleet/servers"])
     hubs = max(1.0, mean["fleet/hubs"])
     reward_hubs = max(1.0, mean.get("fleet/reward_hubs", 0.0))
-    rewards = max((len(domain["rewards"]) for domain in domains), default=0)
+    rewards = max((len(domain.rewards) for domain in domains), default=0)
     slowed = _split_time(mean, "env_call", episodes_per_s * mean["time/env_step"] / hubs)
     return RunModel(
         groups_per_step=groups,
         group_size=size,
         redundancy=spare,
-        max_staleness=train["max_staleness"],
+        max_staleness=train.max_staleness,
         tokens=tokens,
         alike=_length_correlation(tokens, size - spare, mean["episode_tokens/group_max"]),
-        drops_late=train["on_late"] == "drop",
+        drops_late=train.on_late == "drop",
         turns=mean["env/num_turns"],
         kept=groups / (groups + filtered),
         servers=servers,
@@ -284,7 +317,7 @@ def _build_model(
         workers=max(1, round(mean.get("fleet/scores", 1.0) / reward_hubs)),
         score_s=rewards * mean["fleet/score_s"] if rewards else 0.0,
         score_each_s=rewards * mean["fleet/score_each_s"] if rewards else 0.0,
-        scores_early=any(domain.get("score_ahead") for domain in domains),
+        scores_early=any(domain.score_ahead for domain in domains),
         group_s=max(0.0, mean["time/train"] - mean["time/finish_train"]) / groups,
         step_s=mean["time/finish_train"] + mean["time/publish_step"],
         rest_s=mean["time/between_steps"],

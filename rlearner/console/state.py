@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
 from broker.errors import UserError
+from broker.settings.run_settings import stored_value
 from learner.run_folder import RunPlace, find_run
 from rlearner.console.index.follower import RunFollower
 from rlearner.console.index.runs import RunList
@@ -76,8 +77,7 @@ class ConsoleRun:
     @property
     def steps(self) -> int:
         """Steps that the run is to make, 0 if unknown."""
-        train = self.config.get("train")
-        return int(train.get("steps") or 0) if isinstance(train, dict) else 0
+        return int(stored_value(self.config, "train", "steps") or 0)
 
     def listen(self, listener: Callable[[], None]) -> Callable[[], None]:
         """Call ``listener`` when the index has new rows; return what ends that."""

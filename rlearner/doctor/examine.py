@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from broker.errors import ConfigError, NotInstalled, UserError
+from broker.settings.config import UserSettings
 from broker.settings.preflight import PreflightFinding
-from broker.settings.runspec import load, validate
+from broker.settings.runspec import check_settings, load
 from rlearner.doctor import machine, packages, preflight, sandbox
 from rlearner.doctor.broker_checks import (
     address_findings,
@@ -19,7 +20,7 @@ from rlearner.doctor.broker_checks import (
     server_findings,
     store_finding,
 )
-from rlearner.doctor.requirements import MachineRequirements, requirements_of
+from rlearner.doctor.requirements import MachineRequirements, Settings, requirements_of
 
 # Part of the error of a plug-in whose package is missing.
 LACKING: Final = "not installed"
@@ -45,24 +46,26 @@ def examine_machine(path: str | None, overrides: Sequence[str] = ()) -> list[Pre
     """
     if path is None and overrides:
         raise UserError(f"{overrides[0]!r}: an override needs a CONFIG to change")
-    resolved: dict[str, Any] | None = None
+    config: UserSettings = {}
+    settings: Settings | None = None
     needs = MachineRequirements()
     if path is not None:
-        resolved = with_defaults(load(path, overrides))
-        needs = requirements_of(resolved)
+        config = load(path, overrides)
+        settings = with_defaults(config)
+        needs = requirements_of(settings)
     findings: list[PreflightFinding] = []
     # The checks mostly wait for small programs, so threads are enough.
     with ThreadPoolExecutor(max_workers=4) as pool:
-        futures = [pool.submit(check) for check in _machine_checks(resolved or {}, needs)]
-        if path is not None and resolved is not None:
-            findings.append(check_configuration(path, resolved))
+        futures = [pool.submit(check) for check in _machine_checks(settings, needs)]
+        if path is not None:
+            findings.append(check_configuration(path, config))
         for future in futures:
             findings += future.result()
     return sorted(findings, key=lambda finding: AREAS.index(finding.area))
 
 
-def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the configuration with its defaults, checked section by section.
+def with_defaults(config: UserSettings) -> Settings:
+    """Return the settings of a configuration with their defaults, checked section by section.
 
     Raises:
         ConfigError: for the first bad key.
@@ -70,11 +73,11 @@ def with_defaults(config: dict[str, Any]) -> dict[str, Any]:
     if _is_offline(config):
         from learner.offline import config as offline
 
-        return validate(config, offline.SECTIONS[offline.pipeline_of(config)], ())
-    return validate(config, checks=())
+        return offline.parse_config(offline.pipeline_of(config), config)
+    return check_settings(config, checks=())
 
 
-def check_configuration(path: str, config: dict[str, Any]) -> PreflightFinding:
+def check_configuration(path: str, config: UserSettings) -> PreflightFinding:
     """Run the processes' own checks on a configuration; a missing package is a finding.
 
     Raises:
@@ -86,7 +89,7 @@ def check_configuration(path: str, config: dict[str, Any]) -> PreflightFinding:
 
             offline.validate_config(offline.pipeline_of(config), config)
         else:
-            validate(config)
+            check_settings(config)
     except (ConfigError, NotInstalled) as error:
         if isinstance(error, ConfigError) and LACKING not in str(error):
             raise
@@ -95,14 +98,14 @@ def check_configuration(path: str, config: dict[str, Any]) -> PreflightFinding:
     return PreflightFinding("configuration", path, "ok", "valid")
 
 
-def _is_offline(config: Mapping[str, Any]) -> bool:
+def _is_offline(config: UserSettings) -> bool:
     return not config.get("domains") and "data" in config
 
 
-def _machine_checks(config: dict[str, Any], needs: MachineRequirements) -> list[preflight.Look]:
+def _machine_checks(settings: Settings | None, needs: MachineRequirements) -> list[preflight.Look]:
     project = packages.find_project()
     return [
-        *preflight.preflight_checks(config, needs),
+        *preflight.preflight_checks(settings, needs),
         lambda: sandbox.sandbox_findings(needs),
         lambda: preflight.check_gpus(needs),
         lambda: [*server_findings(), *address_findings(needs), *port_findings(needs)],

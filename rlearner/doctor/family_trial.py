@@ -12,16 +12,15 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from broker.contract.wire import ACTOR
 from broker.errors import ConfigError
 from broker.settings.preflight import PreflightFinding
-from broker.settings.schema.model import ModelSection
-from broker.settings.schema.training import LoraSection
+from broker.settings.run_settings import RunSettings
 from broker.system.workers.work_clock import OutOfTime, output_within
+from learner.offline.config import OfflineSettings
 from rlearner_text.families import check_served, check_trained, family_of
 from rlearner_text.hub import read_json, tokenizer_folder
 
@@ -30,8 +29,8 @@ LIMIT_S: Final = 300.0
 CHILD: Final = "rlearner.doctor.family_child"
 
 
-def family_findings(config: Mapping[str, Any]) -> list[PreflightFinding]:
-    """Look up the model of a validated configuration, and try it if its type is not in the matrix.
+def family_findings(settings: RunSettings | OfflineSettings) -> list[PreflightFinding]:
+    """Look up the model of validated settings, and try it if its type is not in the matrix.
 
     Returns:
         A warning where no small copy could be made; nothing if it works, or is known to.
@@ -39,26 +38,19 @@ def family_findings(config: Mapping[str, Any]) -> list[PreflightFinding]:
     Raises:
         ConfigError: if engine hf or the learner cannot run it.
     """
-    model = ModelSection.model_validate(config.get("model") or {})
-    rollout = config.get("rollout") or {}
+    model = settings.model
     path = model.path or ""
     if (folder := _model_folder(path)) is None:
         return []
-    is_served = (
-        rollout.get("engine") == "hf"
-        and rollout.get("policy") == ACTOR
-        and bool(config.get("domains"))
-    )
-    settings = read_json(folder / "config.json", path, "model.path", missing_ok=True)
-    if (family := family_of(settings)) is not None:
-        train = config["train"]
-        lora = LoraSection.model_validate(train["lora"]) if train["lora"] else None
-        check_trained(family, path, packing=train["packing"], lora=lora)
+    is_served = isinstance(settings, RunSettings) and _has_own_servers(settings)
+    config = read_json(folder / "config.json", path, "model.path", missing_ok=True)
+    if (family := family_of(config)) is not None:
+        check_trained(family, path, packing=settings.train.packing, lora=settings.train.lora)
         check_served(family if is_served else None)
-    if not settings or family is not None:
+    if not config or family is not None:
         return []
     roles = ["learner", *["engine"] * is_served]
-    name = settings.get("model_type")
+    name = config.get("model_type")
     answer = run_trial(folder, roles, trust_remote_code=model.trust_remote_code)
     if role := next((role for role in roles if answer.get(role)), ""):
         process = "the learner" if role == "learner" else "engine hf"
@@ -71,6 +63,12 @@ def family_findings(config: Mapping[str, Any]) -> list[PreflightFinding]:
         )
         return [PreflightFinding("models", "model.path", "warning", text)]
     return []
+
+
+def _has_own_servers(settings: RunSettings) -> bool:
+    """Return whether engine hf serves the model of a run with domains."""
+    rollout = settings.rollout
+    return rollout.engine == "hf" and rollout.policy == ACTOR and bool(settings.domains)
 
 
 def _model_folder(path: str) -> Path | None:

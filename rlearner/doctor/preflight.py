@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final
+from functools import partial
+from typing import Final
 
 from broker.errors import NotInstalled
 from broker.settings.preflight import PreflightFinding
@@ -15,7 +16,7 @@ from broker.system.gpus import existing
 from rlearner.doctor import broker_checks, hardware, packages, sandbox
 from rlearner.doctor.family_trial import family_findings
 from rlearner.doctor.references import reference_findings
-from rlearner.doctor.requirements import MachineRequirements, requirements_of
+from rlearner.doctor.requirements import MachineRequirements, Settings, requirements_of
 
 # Each role's own checks, by name, as roles do not import each other.
 ROLES: Final = tuple(
@@ -27,19 +28,17 @@ NOT_THE_LEARNERS: Final = ("rollout.", "domains.")
 Look = Callable[[], list[PreflightFinding]]
 
 
-def preflight_checks(config: dict[str, Any], needs: MachineRequirements) -> list[Look]:
-    """Return checks, for threads, of packages, programs and each role's part of a valid config."""
+def preflight_checks(settings: Settings | None, needs: MachineRequirements) -> list[Look]:
+    """Return checks, for threads, of packages, programs and each role's part of valid settings."""
     project = packages.find_project()
     checks: list[Look] = [
         lambda: [*packages.program_findings(needs.programs), *check_tools(project, needs)]
     ]
-    checks.append(lambda: family_findings(config))
-    if config.get("domains"):
-        settings = RunSettings.of_config(config)
-        checks += [
-            *(_role_check(name, settings) for name in ROLES),
-            lambda: reference_findings(settings),
-        ]
+    if settings is not None:
+        checks.append(partial(family_findings, settings))
+    if isinstance(settings, RunSettings) and settings.domains:
+        checks += [_role_check(name, settings) for name in ROLES]
+        checks.append(partial(reference_findings, settings))
     return checks
 
 
@@ -65,14 +64,14 @@ def check_gpus(needs: MachineRequirements) -> list[PreflightFinding]:
     )
 
 
-def fleet_findings(config: dict[str, Any]) -> list[PreflightFinding]:
-    """Return what would stop or disturb a complete run on this machine; ``config`` is validated."""
-    needs = requirements_of(config)
+def fleet_findings(settings: RunSettings) -> list[PreflightFinding]:
+    """Return what would stop or disturb a complete run of checked settings on this machine."""
+    needs = requirements_of(settings)
     checks: list[Look] = [lambda: broker_checks.port_findings(needs), lambda: check_gpus(needs)]
     if needs.sandbox:
         checks.append(lambda: sandbox.sandbox_findings(needs))
     with ThreadPoolExecutor(max_workers=4) as pool:
-        futures = [pool.submit(check) for check in [*checks, *preflight_checks(config, needs)]]
+        futures = [pool.submit(check) for check in [*checks, *preflight_checks(settings, needs)]]
         return [
             finding
             for future in futures
@@ -81,15 +80,15 @@ def fleet_findings(config: dict[str, Any]) -> list[PreflightFinding]:
         ]
 
 
-def learner_findings(config: dict[str, Any]) -> list[PreflightFinding]:
-    """Return what would stop the learner or offline training; ``config`` is validated."""
-    needs = requirements_of(config)
+def learner_findings(settings: Settings) -> list[PreflightFinding]:
+    """Return what would stop the learner or offline training with checked settings."""
+    needs = requirements_of(settings)
     # Servers and hubs may run on other machines, with their packages.
     own = {key: name for key, name in needs.plugins.items() if not key.startswith(NOT_THE_LEARNERS)}
     findings = check_tools(
         packages.find_project(), MachineRequirements(plugins=own, parquet=needs.parquet)
     )
-    findings += family_findings(config)
+    findings += family_findings(settings)
     return [finding for finding in findings if finding.status == "missing"]
 
 
@@ -104,13 +103,13 @@ def require_installed(findings: Sequence[PreflightFinding]) -> None:
             raise NotInstalled(format_finding(finding))
 
 
-def require_fleet(config: dict[str, Any]) -> None:
+def require_fleet(settings: RunSettings) -> None:
     """Fail if something is missing for a complete run here, and print warnings.
 
     Raises:
         NotInstalled: see ``require_installed``.
     """
-    findings = fleet_findings(config)
+    findings = fleet_findings(settings)
     require_installed(findings)
     for finding in findings:
         print(f"warning: {format_finding(finding)}", file=sys.stderr)

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
+from broker.settings.config import BrokerSection, DomainSection
+from broker.settings.run_settings import RunSettings
+from broker.settings.schema.serving import RolloutSection
+from broker.settings.schema.training import OptimizationSection, TrainSection
+from learner.offline.config import DistillSettings, OfflineSettings
 from rlearner.doctor.weight_pairs import WeightsSettings
 from rollout.checks import declaration
 
@@ -16,6 +21,8 @@ FILES_OF_A_PROCESS: Final = 256
 FILES_OF_AN_ENVIRONMENT: Final = 4
 # The value of train.weights_backend with which servers read the learner's GPU memory.
 IPC: Final = "ipc"
+# Of a run or of offline training.
+Settings = RunSettings | OfflineSettings
 
 
 @dataclass(frozen=True)
@@ -58,112 +65,127 @@ class MachineRequirements:
     model_path: str | None = None
 
 
-def requirements_of(config: Mapping[str, Any]) -> MachineRequirements:
-    """Return what a configuration with its defaults needs; offline training lacks most sections."""
-    rollout = config.get("rollout") or {}
-    train = config.get("train") or {}
-    broker = config.get("broker") or {}
-    checkpoint = config.get("checkpoint") or {}
-    domains: Mapping[str, Any] = config.get("domains") or {}
-    engine_args = rollout.get("engine_args") or {}
-    sizes = ("tensor_parallel", "data_parallel", "pipeline_parallel")
-    parallel = math.prod(int(engine_args.get(size) or 1) for size in sizes)
-    ranks = int(train.get("ranks") or 1)
-    device = str(train.get("device") or "auto")
-    engine = rollout.get("engine")
-    command = engine_args.get("command") or []
-    declared = declaration(str(engine or ""))
-    snapshot_port = train.get("weights_snapshot_port")
-    ports = {
-        "rollout.http_port": rollout.get("http_port"),
-        "train.weights_snapshot_port": snapshot_port,
-    }
-    plugins: dict[str, str] = {}
-    # The operator's own command brings its engine along.
-    if engine and not command:
-        plugins["rollout.engine"] = str(engine)
-    if "backend" in train:
-        plugins["train.backend"] = train["backend"]
-    for name in (config.get("trackers") or {}).get("use") or []:
-        plugins[f"trackers.use.{name}"] = name
-    plugins |= {f"domains.{name}.env": domain["env"] for name, domain in domains.items()}
-    if train.get("lora"):
-        plugins["train.lora"] = "lora"
+def requirements_of(settings: Settings) -> MachineRequirements:
+    """Return what settings need; offline training lacks most sections."""
+    needs = _training_requirements(settings)
+    if isinstance(settings, RunSettings | DistillSettings):
+        needs = _add_servers(needs, settings.rollout, settings.broker, settings.train)
+    if isinstance(settings, RunSettings):
+        needs = _add_run(needs, settings)
+    return needs
+
+
+def _training_requirements(settings: Settings) -> MachineRequirements:
+    """Return what the learner and offline training need."""
+    device = settings.train.device
     return MachineRequirements(
-        plugins=plugins,
-        programs={"rollout.engine_args.command": str(command[0])} if command else {},
-        parquet=any(str(path).endswith(".parquet") for path in _data_files(config)),
-        sandbox=any(map(_needs_sandbox, domains.values())),
-        cuda=device.startswith("cuda") or train.get("weights_backend") == IPC,
+        plugins=_plugin_names(settings),
+        parquet=any(str(path).endswith(".parquet") for path in _data_files(settings)),
+        cuda=device.startswith("cuda"),
+        num_gpus=max(int(device.startswith("cuda")), int(device.partition(":")[2] or -1) + 1),
+        run_dir=settings.run.dir or "runs",
+        # The new checkpoint is complete before the oldest goes.
+        checkpoints=settings.checkpoint.keep + 1,
+        whole_gib=float(settings.checkpoint.hf_max_gib),
+        model_path=settings.model.path,
+    )
+
+
+def _add_servers(
+    needs: MachineRequirements,
+    rollout: RolloutSection,
+    broker: BrokerSection,
+    train: OptimizationSection,
+) -> MachineRequirements:
+    sizes = ("tensor_parallel", "data_parallel", "pipeline_parallel")
+    parallel = math.prod(int(rollout.engine_args.get(size) or 1) for size in sizes)
+    declared = declaration(rollout.engine)
+    command = rollout.engine_args.get("command") or []
+    programs = {"rollout.engine_args.command": str(command[0])} if command else {}
+    return replace(
+        needs,
+        programs=programs,
         num_gpus=max(
-            ranks * device.startswith("cuda"),
-            int(device.partition(":")[2] or -1) + 1,
+            needs.num_gpus,
             parallel * (parallel > 1),
             int(declared is not None and declared.needs_gpu and not command),
         ),
         weights=_weights_settings(rollout, train, parallel),
-        nofile=FILES_OF_A_PROCESS
-        + FILES_OF_AN_ENVIRONMENT * int((config.get("envhub") or {}).get("n") or 0),
-        shared_memory=ranks > 1 or parallel > 1,
-        replicas=broker.get("replicas"),
-        bind=broker.get("bind") or "127.0.0.1",
-        ports={key: port for key, port in ports.items() if port},
-        run_dir=(config.get("run") or {}).get("dir") or "runs",
-        # The new checkpoint is complete before the oldest goes.
-        checkpoints=int(checkpoint.get("keep") or 0) + 1 if checkpoint else 0,
-        whole_gib=float(checkpoint.get("hf_max_gib") or 0),
-        model_path=(config.get("model") or {}).get("path"),
+        shared_memory=parallel > 1,
+        replicas=broker.replicas,
+        bind=broker.bind,
+        ports={"rollout.http_port": rollout.http_port} if rollout.http_port else {},
     )
 
 
-def _needs_sandbox(domain: Mapping[str, Any]) -> bool:
-    isolation = domain.get("isolation")
+def _add_run(needs: MachineRequirements, settings: RunSettings) -> MachineRequirements:
+    train = settings.train
+    ports = dict(needs.ports)
+    if train.weights_snapshot_port:
+        ports["train.weights_snapshot_port"] = train.weights_snapshot_port
+    return replace(
+        needs,
+        sandbox=any(map(_needs_sandbox, settings.domains.values())),
+        cuda=needs.cuda or train.weights_backend == IPC,
+        num_gpus=max(needs.num_gpus, train.ranks * train.device.startswith("cuda")),
+        nofile=needs.nofile + FILES_OF_AN_ENVIRONMENT * settings.envhub.n,
+        shared_memory=needs.shared_memory or train.ranks > 1,
+        ports=ports,
+    )
+
+
+def _plugin_names(settings: Settings) -> dict[str, str]:
+    names: dict[str, str] = {}
+    if isinstance(settings, RunSettings | DistillSettings):
+        rollout = settings.rollout
+        # The operator's own command brings its engine along.
+        if rollout.engine and not rollout.engine_args.get("command"):
+            names["rollout.engine"] = rollout.engine
+    names["train.backend"] = settings.train.backend
+    names |= {f"trackers.use.{name}": name for name in settings.trackers.use}
+    if isinstance(settings, RunSettings):
+        names |= {f"domains.{name}.env": domain.env for name, domain in settings.domains.items()}
+    if settings.train.lora:
+        names["train.lora"] = "lora"
+    return names
+
+
+def _needs_sandbox(domain: DomainSection) -> bool:
     # AppWorld runs the model's programs, so it is isolated by default.
-    if isolation == "sandbox" or (not isolation and domain.get("env") == "appworld"):
+    if domain.isolation == "sandbox" or (not domain.isolation and domain.env == "appworld"):
         return True
-    programs = [
-        reward.get("args") or {}
-        for reward in domain.get("rewards") or []
-        if reward.get("name") == "code"
-    ]
+    programs = [reward.args for reward in domain.rewards if reward.name == "code"]
     return any(args.get("sandbox", "bubblewrap") != "none" for args in programs)
 
 
-def _data_files(config: Mapping[str, Any]) -> list[Any]:
-    of_domains = [
-        (domain.get("env_args") or {}).get("path")
-        for domain in (config.get("domains") or {}).values()
-    ]
-    data = config.get("data") or {}
-    return [
-        *of_domains,
-        data.get("train"),
-        data.get("eval"),
-        (config.get("warm_start") or {}).get("data"),
-    ]
+def _data_files(settings: Settings) -> list[Any]:
+    if isinstance(settings, OfflineSettings):
+        return [settings.data.train, settings.data.eval]
+    of_domains = [domain.env_args.get("path") for domain in settings.domains.values()]
+    return [*of_domains, settings.warm_start.data]
 
 
 def _weights_settings(
-    rollout: Mapping[str, Any], train: Mapping[str, Any], parallel: int
+    rollout: RolloutSection, train: OptimizationSection, parallel: int
 ) -> WeightsSettings:
-    engine = str(rollout.get("engine") or "")
-    if "backend" not in train or not engine:
+    if not rollout.engine:
         return WeightsSettings()
-    declared = declaration(engine)
-    lora = train.get("lora") or {}
-    sends_adapters = bool(lora) and lora.get("send", "adapter") == "adapter"
+    declared = declaration(rollout.engine)
     workers = 0
     workers_need = ""
     if declared is not None:
         workers = parallel * declared.workers_receive
         workers_need = declared.workers_need
-    return WeightsSettings(
-        setting=train.get("weights_backend") or "auto",
-        on_gpu=not str(train.get("device") or "auto").startswith("cpu"),
-        engine=engine,
+    weights = WeightsSettings(
+        on_gpu=not train.device.startswith("cpu"),
+        engine=rollout.engine,
         to_device=declared is None or declared.weights_memory == "device",
         workers=workers,
         workers_need=workers_need,
-        into=rollout.get("weights_into") or "auto",
-        plain=train.get("weights_dtype") != "fp8" and not sends_adapters,
+        into=rollout.weights_into,
+        plain=train.lora is None or train.lora.send != "adapter",
     )
+    if not isinstance(train, TrainSection):
+        return weights
+    is_plain = weights.plain and train.weights_dtype != "fp8"
+    return replace(weights, setting=train.weights_backend or "auto", plain=is_plain)

@@ -9,6 +9,7 @@ from typing import Any
 
 from broker.runtime.process import Stop, main
 from broker.settings.arguments import add_config, add_json
+from broker.settings.config import UserSettings
 from broker.system.entry import EXIT_STOPPED
 
 
@@ -31,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
     parser.set_defaults(run=run_eval)
 
 
-def with_own_run_name(config: dict[str, Any], path: str) -> dict[str, Any]:
+def with_own_run_name(config: UserSettings, path: str) -> UserSettings:
     """Return the config with a ``run.name`` of its own, so that no trained run's folder changes."""
     from learner.prepare import name_run
     from learner.run_folder import noted_epoch
@@ -50,19 +51,19 @@ def run_eval(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
 
     async def body(stop: Stop) -> None:
-        from broker.settings.runspec import load, validate
+        from broker.settings.runspec import check_settings, load
         from rlearner.doctor.preflight import require_fleet
         from rlearner.evaluate.run import evaluate_model
         from rlearner.evaluate.tasks import task_counts, with_whole_files
 
         config = with_own_run_name(load(arguments.config, arguments.overrides), arguments.config)
         config, files = with_whole_files(config, arguments.overrides, arguments.model)
-        config = validate(config)
-        num_tasks = task_counts(config, files)
-        config["eval"]["tasks"] = min(num_tasks.values())
-        await asyncio.to_thread(require_fleet, config)
+        settings = check_settings(config)
+        num_tasks = task_counts(settings, files)
+        settings = settings.with_values("eval", tasks=min(num_tasks.values()))
+        await asyncio.to_thread(require_fleet, settings)
         await evaluate_model(
-            config,
+            settings,
             arguments.model,
             stop,
             num_tasks=num_tasks,

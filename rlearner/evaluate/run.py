@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from rich.progress import Progress
 
@@ -26,10 +26,10 @@ from broker.jetstream.bus import Bus
 from broker.runtime.presence import Roster
 from broker.runtime.process import Stop, Stopped
 from broker.server.private_server import BrokerServer
-from broker.settings.config import PRIVATE_STORE_GIB, BrokerSection, RunSection
+from broker.settings.config import PRIVATE_STORE_GIB
 from broker.settings.run_address import UP_LOCK
 from broker.settings.run_settings import RunSettings
-from broker.settings.runspec import publish_runspec, section
+from broker.settings.runspec import publish_runspec
 from broker.system.locks import lock
 from broker.system.private_files import private_write
 from broker.system.visible_text import visible
@@ -52,7 +52,7 @@ PRINT_EVERY: Final = 0.1
 
 
 async def evaluate_model(
-    config: dict[str, Any],
+    settings: RunSettings,
     model: str,
     stop: Stop,
     num_tasks: Mapping[str, int],
@@ -73,22 +73,20 @@ async def evaluate_model(
             rejected its input or died, or no task could be measured.
     """
     logging.getLogger().setLevel("WARNING")
-    path = await asyncio.to_thread(_find_model, model, config)
-    folder = run_folder(section(config, "run", RunSection))
+    path = await asyncio.to_thread(_find_model, model, settings)
+    folder = run_folder(settings.run)
     began = time.monotonic()
     with lock(make_folder(folder) / UP_LOCK, _busy_message(folder), wait_s=0.5):
-        write_config(folder, config)
+        write_config(folder, settings.to_plain())
         fleet = ProcessFleet(folder / "logs", {})
-        settings = section(config, "broker", BrokerSection)
-        server = BrokerServer(
-            str(folder / STORE), store_max_gib=settings.store_max_gib or PRIVATE_STORE_GIB
-        )
+        store_max_gib = settings.broker.store_max_gib or PRIVATE_STORE_GIB
+        server = BrokerServer(str(folder / STORE), store_max_gib=store_max_gib)
         # Tickets count from 1, so those of an earlier evaluation of this name must go.
         server.discard_streams()
         with server as broker:
             try:
                 processes = _start_processes(
-                    config,
+                    settings,
                     path,
                     broker.url,
                     fleet=fleet,
@@ -129,14 +127,13 @@ def _busy_message(folder: Path) -> str:
     )
 
 
-def _find_model(model: str, config: dict[str, Any]) -> str:
+def _find_model(model: str, settings: RunSettings) -> str:
     """Return the model's absolute folder, or its hub name.
 
     Raises:
         ConfigError: if there is no such model, or the domains cannot be played with it.
     """
     check_model_path(model, "MODEL")
-    settings = RunSettings.of_config(config)
     section = settings.model.model_copy(update={"path": model})
     try:
         check_templates(settings, check_trained_model(section, from_hub=True, is_trained=False))
@@ -150,7 +147,7 @@ def _find_model(model: str, config: dict[str, Any]) -> str:
 
 @asynccontextmanager
 async def _start_processes(
-    config: dict[str, Any],
+    settings: RunSettings,
     model: str,
     url: str,
     fleet: ProcessFleet,
@@ -161,14 +158,18 @@ async def _start_processes(
 ) -> AsyncIterator[tuple[Bus, Evaluator, EvaluationQueue]]:
     """Start all processes and issue the tickets; results are read until the context exits."""
     async with AsyncExitStack() as stack:
-        settings = RunSettings.of_config(config)
         run = str(settings.run.name)
         bus = await Bus.connect(url, run, name="eval", deadline_s=30.0)
         stack.push_async_callback(bus.close)
         await bus.ensure_streams()
         digests = await asyncio.to_thread(data_digests, settings)
         spec = wire.RunSpec(
-            run, wire.WIRE_VERSION, epoch=0, config=config, model_path=model, data_digests=digests
+            run,
+            wire.WIRE_VERSION,
+            epoch=0,
+            config=settings.to_plain(),
+            model_path=model,
+            data_digests=digests,
         )
         await publish_runspec(bus, spec)
         await bus.key_value(CONTROL).put(run, wire.DesiredState(state="running"))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import yaml
 
 from broker.errors import UserError
+from broker.settings.config import UserSettings
 from broker.settings.registry import resolve
 from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import digest_file
@@ -25,8 +26,8 @@ SHARE = "eval_share"
 
 
 def with_whole_files(
-    config: dict[str, Any], overrides: Sequence[str], model: str
-) -> tuple[dict[str, Any], dict[str, str]]:
+    config: UserSettings, overrides: Sequence[str], model: str
+) -> tuple[UserSettings, dict[str, str]]:
     """Return a configuration that evaluates whole files of the command, and these by domain.
 
     Such a file is ``domains.NAME.env_args.eval_path``, or ``path`` of the command line without
@@ -96,18 +97,17 @@ def _is_same_file(first: str, second: str) -> bool:
         return False
 
 
-def task_counts(config: dict[str, Any], files: dict[str, str]) -> dict[str, int]:
+def task_counts(settings: RunSettings, files: dict[str, str]) -> dict[str, int]:
     """Return how many tasks of each domain are measured: ``eval.tasks``, or by default all of a
     domain's file.
 
     Args:
-        config: validated.
+        settings: of the evaluation.
         files: the whole files by domain.
 
     Raises:
         ConfigError: if a domain has no held-out tasks, or fewer than requested.
     """
-    settings = RunSettings.of_config(config)
     default = resolve("num_eval_tasks", NUM_EVAL_TASKS, {})(settings)
     if settings.eval.tasks is not None:
         return dict.fromkeys(settings.domains, default)

@@ -18,6 +18,7 @@ from broker.contract.streams import METRICS, ROLES, SAMPLES
 from broker.jetstream.delivery import decode_message
 from broker.runtime.figures import newest_values
 from broker.runtime.presence import CENSUS_S
+from broker.settings.run_settings import RunSettings, stored_value
 from broker.telemetry.families import Families
 from rlearner.advise.advice import desired_servers
 from rlearner.advise.fit import NotFitted, fit_run
@@ -115,7 +116,9 @@ class RunFigures(Collector):
             return
         began = time.monotonic()
         try:
-            self._desired_servers = desired_servers(fit_run(rows, spec.config).model)
+            self._desired_servers = desired_servers(
+                fit_run(rows, RunSettings.of_config(spec.config)).model
+            )
         except NotFitted:
             self._desired_servers = None
         except Exception:
@@ -243,10 +246,10 @@ class RunFigures(Collector):
         for state in ("running", "paused", "draining", "stopped"):
             families.add("run_desired", {**run, "state": state}, float(broker.desired == state))
         if broker.spec is not None:
-            train = broker.spec.config.get("train") or {}
             families.add("run_epoch", run, broker.spec.epoch)
             for key in ("steps", "max_staleness"):
-                if isinstance(value := train.get(key), int | float):
+                value = stored_value(broker.spec.config, "train", key)
+                if isinstance(value, int | float):
                     families.add(f"run_{key}", run, value)
         if broker.offer is not None:
             families.add("weights_offer_version", run, broker.offer.version)

@@ -26,6 +26,7 @@ from broker.contract.streams import (
     Stream,
     StreamKind,
 )
+from broker.contract.wire import PlainSettings
 from broker.errors import LostState, UserError
 from broker.identity import tokens
 from broker.identity.login import Login
@@ -37,6 +38,7 @@ from broker.nats.nats_errors import ApiError, Disconnected
 from broker.runtime.presence import Roster
 from broker.runtime.process import Stop, serve_metrics, unless_stopped
 from broker.settings.run_address import broker_address
+from broker.settings.run_settings import stored_value
 from broker.settings.runspec import find_runs
 from broker.system import logs
 from broker.system.reminders import Reminders
@@ -212,10 +214,12 @@ async def ask_broker(bus: Bus) -> BrokerFigures:
     )
     spec = await bus.key_value(RUNS).get(bus.run)
     desired = await bus.key_value(CONTROL).get(bus.run)
-    config = spec[0].config if spec is not None and isinstance(spec[0], wire.RunSpec) else {}
+    config: PlainSettings = {}
+    if spec is not None and isinstance(spec[0], wire.RunSpec):
+        config = spec[0].config
     replicas = int(infos[0]["config"].get("num_replicas", 1))
     used_bytes, limit = replica_usage(await call_api(bus.link, "INFO"), replicas)
-    configured = (config.get("broker") or {}).get("store_max_gib")
+    configured = stored_value(config, "broker", "store_max_gib")
     if configured is not None:
         limit = min(limit or int(configured * 2**30), int(configured * 2**30))
     return BrokerFigures(

@@ -7,9 +7,10 @@ import json
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any
 
 from broker.errors import UserError
+from broker.settings.run_settings import stored_value
 from broker.settings.sections import parse
 from broker.system.visible_text import visible
 from learner.config import TrainSection
@@ -25,11 +26,15 @@ from rlearner.advise.advice import (
     is_full,
     predict_change,
 )
-from rlearner.advise.fit import FittedRun, NotFitted, fit_run
+from rlearner.advise.fit import (
+    TRAIN_SETTINGS,
+    FittedRun,
+    NotFitted,
+    SettingMissing,
+    fit_run,
+    stored_settings,
+)
 from rlearner.advise.run_model import STAGES
-
-# The settings of train that the model reads.
-TRAIN_SETTINGS: Final = ("steps", "groups_per_step", "max_staleness")
 
 
 async def advise_run(options: argparse.Namespace) -> int:
@@ -46,14 +51,15 @@ async def advise_run(options: argparse.Namespace) -> int:
     metrics = place.folder / "metrics.jsonl"
     if damaged := describe_damage(metrics):
         print(f"warning: {damaged}", file=sys.stderr)
-    train = place.config.get("train") or {}
     # The file may have been damaged since it was written.
-    parse("train", {name: train[name] for name in TRAIN_SETTINGS if name in train}, TrainSection)
+    stored = {name: stored_value(place.config, "train", name) for name in TRAIN_SETTINGS}
+    known = {name: value for name, value in stored.items() if value is not None}
+    parse("train", known, TrainSection)
     try:
-        run = fit_run(read_lines(metrics), place.config)
+        run = fit_run(read_lines(metrics), stored_settings(place.config))
     except NotFitted as error:
         raise UserError(f"run {place.name}: {error}") from None
-    except (KeyError, TypeError) as error:
+    except SettingMissing as error:
         raise UserError(
             f"{place.folder / 'config.yaml'}: does not hold all settings of a run ({error})"
         ) from None

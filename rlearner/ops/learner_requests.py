@@ -90,7 +90,7 @@ async def request_now(options: argparse.Namespace) -> int:
         )
     except BrokerUnreachable:
         step = newest_line(place.folder / "metrics.jsonl").get("step", 0)
-        if step < place.config["train"]["steps"]:
+        if step < place.steps:
             raise
         raise UserError(
             f"run {place.name} ended after its last step, {step}, and wrote a checkpoint of it"

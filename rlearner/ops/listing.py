@@ -18,8 +18,10 @@ import yaml
 from rich.console import Console
 from rich.table import Table
 
+from broker.contract.wire import PlainSettings
 from broker.errors import UserError
 from broker.settings.run_address import UP_LOCK, current_address, is_held
+from broker.settings.run_settings import stored_value
 from broker.system.locks import lock
 from broker.system.visible_text import visible_json
 from learner.reporting.metrics import newest_line
@@ -98,7 +100,7 @@ class RunFiles:
     """
 
     folder: Path
-    config: dict[str, Any]
+    config: PlainSettings
     line: dict[str, Any]
     changed: float
     url: str
@@ -106,7 +108,7 @@ class RunFiles:
     @property
     def run(self) -> str:
         """Name of the run, empty if its settings cannot be read."""
-        return str(self._setting("run", "name", ""))
+        return str(stored_value(self.config, "run", "name") or "")
 
     @property
     def step(self) -> int:
@@ -116,7 +118,7 @@ class RunFiles:
     @property
     def steps(self) -> int:
         """Steps that the run is to make, 0 if unknown."""
-        steps = self._setting("train", "steps", 0)
+        steps = stored_value(self.config, "train", "steps")
         return steps if isinstance(steps, int) else 0
 
     def state(self, *, is_training: bool, problem: str) -> str:
@@ -133,12 +135,8 @@ class RunFiles:
             return FINISHED
         return UNKNOWN if problem and previous_broker(self.folder, "") else STOPPED
 
-    def _setting(self, section: str, key: str, default: Any) -> Any:
-        settings = self.config.get(section)
-        return settings.get(key, default) if isinstance(settings, dict) else default
 
-
-def read_settings(folder: Path) -> dict[str, Any]:
+def read_settings(folder: Path) -> PlainSettings:
     """Return the settings of a run, empty if they cannot be read."""
     try:
         settings = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
@@ -147,9 +145,7 @@ def read_settings(folder: Path) -> dict[str, Any]:
     return settings if isinstance(settings, dict) else {}
 
 
-def read_files(
-    folder: Path, settings: Callable[[Path], dict[str, Any]] = read_settings
-) -> RunFiles:
+def read_files(folder: Path, settings: Callable[[Path], PlainSettings] = read_settings) -> RunFiles:
     """Read the folder of a run."""
     metrics = folder / "metrics.jsonl"
     times = [0.0]

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from broker.errors import UserError
-from broker.settings.runspec import load, validate
+from broker.settings.run_settings import RunSettings
+from broker.settings.runspec import check_settings, load
 from broker.system.visible_text import visible
 from learner.reporting.metrics import read_lines
 from learner.run_folder import RunPlace, find_run
@@ -27,8 +28,8 @@ async def replay_run(options: argparse.Namespace) -> int:
     """Replay the run and return the exit code."""
     place = find_run(options.run_name, options.dir)
     first, last = _check_range(options, place)
-    config, changed = _replay_config(options, place)
-    start = find_start(place.folder, place.config, first)
+    settings, changed = _replay_settings(options, place)
+    start = find_start(place.folder, place.settings, first)
     begin = 0
     source: str | Path = start.first_path
     if start.resumed:
@@ -44,11 +45,11 @@ async def replay_run(options: argparse.Namespace) -> int:
         out = None
         if changed or options.out:
             folder = Path(options.out or free_folder(place.folder))
-            out = ReplayOutput(folder, config)
+            out = ReplayOutput(folder, settings)
             stack.callback(out.close)
         scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="rlearner-replay-")))
         say(f"run {place.name}: from {source} (step {begin}) to step {last}")
-        work = ReplayTraining(place.folder, config, start)
+        work = ReplayTraining(place.folder, settings, start)
         async with aclosing(work.steps(last)) as steps:
             async for replayed in steps:
                 if out is not None:
@@ -89,11 +90,11 @@ def _check_range(options: argparse.Namespace, place: RunPlace) -> tuple[int, int
     return options.first, options.last
 
 
-def _replay_config(
+def _replay_settings(
     options: argparse.Namespace, place: RunPlace
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the configuration to train with, and the user's changes."""
+) -> tuple[RunSettings, dict[str, Any]]:
+    """Return the settings to train with, and the user's changes."""
     if not options.overrides:
-        return place.config, {}
-    config = validate(load(str(place.folder / "config.yaml"), options.overrides))
-    return config, changed_settings(validate(place.config), config)
+        return place.settings, {}
+    settings = check_settings(load(str(place.folder / "config.yaml"), options.overrides))
+    return settings, changed_settings(check_settings(place.config), settings)

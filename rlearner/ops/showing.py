@@ -15,7 +15,8 @@ from broker.contract.streams import SAMPLES
 from broker.errors import ConfigError, UserError
 from broker.jetstream.bus import LogRecord
 from broker.jetstream.stored_message import peek_message
-from broker.settings.run_settings import RunSettings
+from broker.settings.run_settings import stored_section
+from broker.settings.schema.model import ModelSection
 from broker.system.visible_text import visible, visible_json
 from learner.algorithm.token_figures import TokenFigures
 from learner.credit import archive
@@ -40,7 +41,7 @@ async def show_run(options: argparse.Namespace) -> int:
         reason = description.get("reason", "malformed")
         detail = description.get("detail") or "no details"
         raise UserError(f"ticket {options.group} has no group: {reason}, {detail}")
-    model = RunSettings.of_config({"model": place.config.get("model")}).model
+    model = stored_section(place.config, "model", ModelSection)
     tokenizer, group["tokenizer"] = load_tokenizer(model, place.folder)
     figures = _read_token_figures(place.folder, group)
     group["trajectories"] = [

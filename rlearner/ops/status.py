@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from broker.contract import wire
 from broker.contract.streams import CONTROL, MEMBERS, RUNS, STREAMS, WEIGHTS, StreamKind
+from broker.contract.wire import PlainSettings
 from broker.errors import UserError
 from broker.identity.key_folder import BrokerUser
 from broker.jetstream.bus import Bus
@@ -31,7 +32,7 @@ from learner.reporting.metrics import describe_damage, read_lines
 from learner.reporting.training_signals import RECENT, active_warnings
 from learner.run_folder import OFFLINE_LOCK, STARTING, UNKNOWN, connect_run, find_run
 from rlearner.advise.advice import advise
-from rlearner.advise.fit import NotFitted
+from rlearner.advise.fit import NotFitted, SettingMissing, stored_settings
 from rlearner.ops.run_kinds import RESULT, run_kind
 
 IDLE: Final = ("trainer/idle_ratio", "rollouter/idle_ratio")
@@ -73,7 +74,7 @@ async def show_status(options: argparse.Namespace) -> int:
     status: dict[str, Any] = {
         "run": place.name,
         "folder": str(place.folder),
-        **on_disk(place.folder, place.config),
+        **on_disk(place.folder, place.steps),
     }
     status["kind"] = run_kind(place)
     if status["kind"] == "training":
@@ -98,7 +99,7 @@ async def show_status(options: argparse.Namespace) -> int:
     return 0
 
 
-def on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def on_disk(folder: Path, steps: int) -> dict[str, Any]:
     """Return the status in the run's folder: steps, newest metrics, checkpoints, tickets."""
     metrics = folder / "metrics.jsonl"
     rows = [_numeric_values(row) for row in read_lines(metrics)]
@@ -110,7 +111,7 @@ def on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
         warnings.insert(0, damaged)
     return {
         "step": last.get("step", 0),
-        "steps": config["train"]["steps"],
+        "steps": steps,
         "step_at": last.get("time"),
         "figures": {name: last[name] for name in FIGURES if name in last},
         "warnings": warnings,
@@ -127,13 +128,14 @@ def _numeric_values(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if isinstance(value, (int, float))}
 
 
-def advice_on_disk(folder: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+def advice_on_disk(folder: Path, config: PlainSettings) -> dict[str, Any]:
     """Return the bottleneck and what would change it, or why it is not known."""
     try:
-        return advise(read_lines(folder / "metrics.jsonl")[-HISTORY:], config).to_json()
+        settings = stored_settings(config)
+        return advise(read_lines(folder / "metrics.jsonl")[-HISTORY:], settings).to_json()
     except NotFitted as error:
         return {"bottleneck": None, "line": f"not known: {error}", "needs_steps": error.steps}
-    except (KeyError, TypeError) as error:
+    except SettingMissing as error:
         return {
             "bottleneck": None,
             "line": f"not known: config.yaml lacks a setting ({error})",

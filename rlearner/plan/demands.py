@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from broker.errors import ConfigError
-from broker.settings.config import num_greedy
-from broker.settings.runspec import domains, section
+from broker.settings.config import PluginArguments, UserSettings, num_greedy
+from broker.settings.run_settings import RunSettings
+from broker.settings.schema.serving import RolloutSection
 from broker.settings.sections import parse
 from broker.weights.carriers import selected_carrier
 from learner.backends import BACKENDS
 from learner.checks import check_ranks
-from learner.config import AlgorithmSection, LoraSection, TrainSection
+from learner.config import LoraSection, TrainSection
 from rlearner.plan.facts import ModelFacts, ServeFacts, StepFacts, TrainFacts
 from rollout.checks import declaration
 from rollout.engines import ENGINES
@@ -66,21 +67,20 @@ class Demands:
         return all(self.fixed.get(key, value) == value for key, value in values.items())
 
 
-def read_demands(settings: Mapping[str, Any], config: dict[str, Any], model: ModelFacts) -> Demands:
+def read_demands(config: UserSettings, settings: RunSettings, model: ModelFacts) -> Demands:
     """Return what a run asks for.
 
     Args:
-        settings: the configuration without defaults: what it sets is not changed.
-        config: the same with defaults, as from ``validate``.
+        config: the user's, without defaults: what it sets is not changed.
+        settings: the same with defaults.
 
     Raises:
         ConfigError: if the model cannot be divided as the configuration says, or there are no
             formulas for its backend or engine.
     """
-    config = config | {
-        "rollout": config["rollout"] | {"engine_args": _engine_args(config["rollout"])}
-    }
-    fixed = {key: _value_at(config, key) for key in CHOICES if _value_at(settings, key) is not None}
+    settings = settings.with_values("rollout", engine_args=_engine_args(settings.rollout))
+    values = settings.to_plain()
+    fixed = {key: _value_at(values, key) for key in CHOICES if _value_at(config, key) is not None}
     backend = fixed.get("train.backend", "ddp")
     check_ranks(TrainSection(backend=backend, ranks=fixed.get("train.ranks", 1)))
     if (backend := fixed.get("train.backend", "torch")) not in BACKENDS:
@@ -93,10 +93,10 @@ def read_demands(settings: Mapping[str, Any], config: dict[str, Any], model: Mod
     check_tensor_parallel(
         "train.megatron.tensor_parallel", fixed, model, math.gcd(model.heads, model.kv_heads)
     )
-    train = section(config, "train", TrainSection)
-    algorithm = section(config, "algorithm", AlgorithmSection)
+    train = settings.train
+    algorithm = settings.algorithm
     lora = lora_parameters(train.lora, model) if train.lora else 0
-    longest = max(domain.max_context_tokens for domain in domains(config).values())
+    longest = max(domain.max_context_tokens for domain in settings.domains.values())
     carrier = selected_carrier(train.weights_backend)
     facts = TrainFacts(
         slice_tokens=max(train.micro_batch_tokens, longest),
@@ -108,7 +108,7 @@ def read_demands(settings: Mapping[str, Any], config: dict[str, Any], model: Mod
         # The other carriers send from host memory.
         staging_on_gpu=carrier is not None and carrier.on_gpu,
     )
-    group_size = max(domain.group_size for domain in domains(config).values())
+    group_size = max(domain.group_size for domain in settings.domains.values())
     group_size += num_greedy(algorithm.adv_estimator)
     step = StepFacts(
         sequences=train.groups_per_step * group_size,
@@ -118,20 +118,20 @@ def read_demands(settings: Mapping[str, Any], config: dict[str, Any], model: Mod
     )
     rewards = tuple(
         (str(reward.args["path"]), str(reward.args.get("dtype", "auto")))
-        for domain in domains(config).values()
+        for domain in settings.domains.values()
         for reward in domain.rewards
         if reward.name == "reward_model"
         and "path" in reward.args
         and reward.args.get("device") != "cpu"
     )
     current = ENGINE_DEFAULTS | {
-        key: value for key in (*CHOICES, *SIZES) if (value := _value_at(config, key)) is not None
+        key: value for key in (*CHOICES, *SIZES) if (value := _value_at(values, key)) is not None
     }
     models = tuple(dict.fromkeys(rewards))
-    environments = int(config["envhub"]["n"])
+    environments = settings.envhub.n
     return Demands(
         train=facts,
-        serve=_read_serving(config),
+        serve=_read_serving(settings.rollout),
         step=step,
         fixed=fixed,
         current=current,
@@ -160,42 +160,42 @@ def check_tensor_parallel(
         raise ConfigError(key, value, f"a divisor of {heads}: {has}")
 
 
-def _engine_args(rollout: Mapping[str, Any]) -> dict[str, Any]:
+def _engine_args(rollout: RolloutSection) -> PluginArguments:
     """Return the engine's arguments as it reads them, only those that are set."""
-    engine = str(rollout["engine"])
-    args = dict(rollout["engine_args"])
+    engine = rollout.engine
     if (declared := declaration(engine)) is None:
         raise ConfigError(
             "rollout.engine",
             engine,
             f"one of {', '.join(ENGINES)}: there are no formulas for others",
         )
-    return parse("rollout.engine_args", args, declared).model_dump(mode="json", exclude_unset=True)
+    return parse("rollout.engine_args", rollout.engine_args, declared).model_dump(
+        mode="json", exclude_unset=True
+    )
 
 
-def _read_serving(config: dict[str, Any]) -> ServeFacts | None:
-    rollout = config["rollout"]
-    engine = str(rollout["engine"])
-    args = rollout["engine_args"]
+def _read_serving(rollout: RolloutSection) -> ServeFacts | None:
+    engine = rollout.engine
+    args = rollout.engine_args
     if engine in WEIGHTLESS:
         return None
     slots = args.get("kv_slots")
     if not slots:
         # Half of engine hf's slots keep prefixes of conversations that wait for their next turn.
-        has_prefixes = rollout["prefix_cache"] and engine == "hf"
-        slots = rollout["max_running"] * (1 + has_prefixes)
+        has_prefixes = rollout.prefix_cache and engine == "hf"
+        slots = rollout.max_running * (1 + has_prefixes)
     key, share = SHARES.get(engine, ("", 0.0))
     if args.get(key) is not None:
         share = args[key]
     return ServeFacts(
         engine=engine,
-        running=rollout["max_running"],
-        context=rollout["max_context_tokens"],
-        prefill=rollout["prefill_tokens"],
+        running=rollout.max_running,
+        context=rollout.max_context_tokens,
+        prefill=rollout.prefill_tokens,
         slots=slots,
         kv_gib=args.get("kv_cache_gib"),
         share=float(share),
-        itemsize=ITEM_BYTES.get(rollout["dtype"], 0),
+        itemsize=ITEM_BYTES.get(rollout.dtype, 0),
     )
 
 
@@ -213,8 +213,8 @@ def lora_parameters(lora: LoraSection, model: ModelFacts) -> int:
     return sum(lora.rank * (inputs + outputs) for _, inputs, outputs in targets)
 
 
-def _value_at(config: Mapping[str, Any], key: str) -> Any:
-    value: Any = config
+def _value_at(values: Mapping[str, Any], key: str) -> Any:
+    value: Any = values
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
     return value

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
-from broker.settings.runspec import load, section, validate
-from learner.config import TrainSection
+from broker.settings.run_settings import RunSettings
+from broker.settings.runspec import check_settings, load
 from rlearner.plan.candidates import Workload
 from rlearner.plan.demands import read_demands
 from rlearner.plan.facts import Memory, ModelFacts
 from rlearner.plan.model_reader import read_model, reward_parts
-from rlearner_text.config import ModelSection
 from rlearner_text.model_checks import check_trained_model
 
 # The checks of a run that depend neither on the plan's choices nor on files of the hosts.
@@ -26,8 +25,8 @@ class WorkloadReader:
     """Reads one configuration, also with further settings; a model's sizes are read once.
 
     Attributes:
-        settings: the configuration without defaults.
-        config: the same with defaults.
+        config: as the user wrote it, without defaults.
+        settings: the same with defaults.
     """
 
     def __init__(self, path: str, overrides: Sequence[str]) -> None:
@@ -40,10 +39,9 @@ class WorkloadReader:
         self._overrides = list(overrides)
         self._models: dict[str, ModelFacts] = {}
         self._read: dict[tuple[str, ...], Workload] = {}
-        self.settings = load(path, overrides)
-        self.config = validate(self.settings, checks=CHECKS)
-        model = section(self.config, "model", ModelSection)
-        check_trained_model(model, has_weights=False, from_hub=True)
+        self.config = load(path, overrides)
+        self.settings = check_settings(self.config, checks=CHECKS)
+        check_trained_model(self.settings.model, has_weights=False, from_hub=True)
 
     def read(self, more: Sequence[str] = ()) -> Workload:
         """Return what the run computes, with further settings ``key=value``.
@@ -56,19 +54,19 @@ class WorkloadReader:
         return self._read[tuple(more)]
 
     def _with(self, more: Sequence[str]) -> Workload:
-        settings = self.settings
         config = self.config
+        settings = self.settings
         if more:
-            settings = load(self._path, [*self._overrides, *more])
-            config = validate(settings, checks=CHECKS)
-        model = self._model(config)
-        demands = read_demands(settings, config, model)
+            config = load(self._path, [*self._overrides, *more])
+            settings = check_settings(config, checks=CHECKS)
+        model = self._model(settings)
+        demands = read_demands(config, settings, model)
         parts = tuple(reward_parts(path, dtype) for path, dtype in demands.rewards)
         return Workload(model, demands, Memory(parts, "scoring") if parts else None)
 
-    def _model(self, config: dict[str, Any]) -> ModelFacts:
-        model = section(config, "model", ModelSection)
-        lora = section(config, "train", TrainSection).lora
+    def _model(self, settings: RunSettings) -> ModelFacts:
+        model = settings.model
+        lora = settings.train.lora
         key = f"{model!r} {lora!r}"
         if key not in self._models:
             self._models[key] = read_model(model, lora)

@@ -9,7 +9,7 @@ from broker.errors import UserError
 from broker.settings.config import RunSection
 from broker.settings.config_file import locate
 from broker.settings.runspec import load
-from learner.prepare import name_run, run_folder
+from learner.prepare import generate_name, run_folder
 from rlearner.plan.facts import GIB, MOST_GPUS, Machine
 from rlearner.plan.plans import make_plans
 from rlearner.plan.reader import WorkloadReader
@@ -31,9 +31,8 @@ def plan_run(options: argparse.Namespace) -> int:
     plans = make_plans(work, machine, options.plans, reader.read)
     notes: list[str] = []
     if options.write is not None:
-        overrides = diff_sections(load(options.config), reader.settings)
-        config = name_run(reader.config, options.config)
-        run = str(config["run"]["name"])
+        overrides = diff_sections(load(options.config), reader.config)
+        run = reader.settings.run.name or generate_name(options.config)
         source = locate(options.config)
         files = write_plan(
             options.write,
@@ -45,7 +44,7 @@ def plan_run(options: argparse.Namespace) -> int:
             run=run,
         )
         notes.append(f"wrote plan 1: {' '.join(map(str, files))}")
-        if (folder := run_folder(RunSection.model_validate(config["run"]))).exists():
+        if (folder := run_folder(RunSection(name=run, dir=reader.settings.run.dir))).exists():
             notes.append(
                 f"run {run} exists in {folder}: the scripts continue it; "
                 "for a new run, set run.name"

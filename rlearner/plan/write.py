@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import yaml
 
 from broker.errors import UserError
-from broker.settings.runspec import load, validate
+from broker.settings.config import UserSettings
+from broker.settings.runspec import check_settings, load
 from rlearner.plan.candidates import Plan
 from rlearner.plan.changes import changed_keys, nest_keys
 from rlearner.plan.demands import Demands
@@ -44,7 +45,7 @@ def write_plan(
     machine: Machine,
     *,
     source: Path,
-    overrides: dict[str, Any],
+    overrides: UserSettings,
     run: str,
 ) -> list[Path]:
     """Write ``plan.yaml`` and ``host-N.sh``; return the files. No existing file is changed.
@@ -85,11 +86,11 @@ def write_plan(
             problem = error.strerror
         raise UserError(f"--write {folder}: {problem}; {REMEDY}") from None
     # The written file must be one that the processes accept.
-    validate(load(str(out / CONFIG)), checks=())
+    check_settings(load(str(out / CONFIG)), checks=())
     return list(contents)
 
 
-def merge_sections(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+def merge_sections(base: UserSettings, overrides: UserSettings) -> UserSettings:
     """Return two mappings of sections as one; the overrides win."""
     sections = dict(base)
     for key, value in overrides.items():
@@ -100,9 +101,9 @@ def merge_sections(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str,
     return sections
 
 
-def diff_sections(old: dict[str, Any], new: dict[str, Any]) -> dict[str, Any]:
+def diff_sections(old: UserSettings, new: UserSettings) -> UserSettings:
     """Return what ``new`` has that ``old`` has not, by section; null for what it lacks."""
-    changes: dict[str, Any] = {key: None for key in old if key not in new}
+    changes: UserSettings = {key: None for key in old if key not in new}
     for key, value in new.items():
         old_value = old.get(key)
         if isinstance(old_value, dict) and isinstance(value, dict):

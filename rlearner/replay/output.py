@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from broker.contract.streams import check_token
 from broker.errors import UserError
+from broker.settings.run_settings import RunSettings
 from learner.prepare import write_config
 from learner.reporting.metrics import MetricsFile
 from rlearner.replay.run import ReplayedStep
@@ -30,17 +31,14 @@ class ReplayOutput:
         UserError: if the folder is not empty, or its name cannot be a run's.
     """
 
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, settings: RunSettings) -> None:
         # Another run's lines must not mix with these.
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             raise UserError(f"--out {folder}: already exists; name an empty or a new folder")
         self.folder = folder.absolute()
-        run = {
-            **config["run"],
-            "name": check_token(self.folder.name, "--out"),
-            "dir": str(self.folder.parent),
-        }
-        write_config(self.folder, {**config, "run": run})
+        name = check_token(self.folder.name, "--out")
+        settings = settings.with_values("run", name=name, dir=str(self.folder.parent))
+        write_config(self.folder, settings.to_plain())
         self._metrics = MetricsFile(self.folder / "metrics.jsonl")
 
     @property

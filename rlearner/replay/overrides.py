@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Final
 
 from broker.errors import ConfigError
+from broker.settings.run_settings import RunSettings
 from learner.reporting.trackers import flatten_settings
 
 SECTIONS: Final = ("algorithm", "train")
@@ -32,15 +32,15 @@ GREEDY: Final = "remax"
 SELECTING: Final = "starpo_s"
 
 
-def changed_settings(recorded: Mapping[str, Any], requested: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings in which two validated configurations differ, by dotted key.
+def changed_settings(recorded: RunSettings, requested: RunSettings) -> dict[str, Any]:
+    """Return the settings in which two configurations differ, by dotted key.
 
     Raises:
         ConfigError: if one of them would change which data is consumed, or has no meaning in a
             replay.
     """
-    old = flatten_settings(recorded)
-    new = flatten_settings(requested)
+    old = flatten_settings(recorded.to_plain())
+    new = flatten_settings(requested.to_plain())
     changes = {
         key: new.get(key) for key in sorted(old.keys() | new.keys()) if old.get(key) != new.get(key)
     }

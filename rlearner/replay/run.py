@@ -7,15 +7,12 @@ from collections.abc import AsyncGenerator, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from broker.contract import wire
 from broker.errors import UserError
 from broker.jetstream.bus import LogRecord
 from broker.settings.run_settings import RunSettings
-from broker.settings.runspec import section
 from learner.checkpoints import checkpoint
-from learner.config import CheckpointSection
 from learner.consumer import RecordConsumer
 from learner.credit import archive
 from learner.credit.ledger import Ledger
@@ -43,9 +40,9 @@ class ReplayedStep:
 class ReplayTraining:
     """A model and a ledger that consume the archive of a run's folder."""
 
-    def __init__(self, folder: Path, config: dict[str, Any], start: ReplayStart) -> None:
+    def __init__(self, folder: Path, settings: RunSettings, start: ReplayStart) -> None:
         self._samples = folder / archive.FOLDER
-        self._config = config
+        self._settings = settings
         self._start = start
         self.training: TrainingThread
 
@@ -62,7 +59,7 @@ class ReplayTraining:
         start = self._start
         records = self._records(self.ledger.state.position + 1)
         self.training = await open_training(
-            RunSettings.of_config(self._config),
+            self._settings,
             start.model_path,
             start.first_path,
             seed=self.ledger.rules.seed,
@@ -95,7 +92,7 @@ class ReplayTraining:
         """Write a checkpoint of the newest step into ``folder``, and return its path."""
         backend = self.training.backend
         ledger = self.ledger.dump()
-        hf_max_gib = section(self._config, "checkpoint", CheckpointSection).hf_max_gib
+        hf_max_gib = self._settings.checkpoint.hf_max_gib
         return await self.training.call(
             partial(checkpoint.write_checkpoint, folder, backend, ledger, 0, hf_max_gib=hf_max_gib)
         )

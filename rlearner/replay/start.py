@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from broker.contract import wire
 from broker.errors import UserError
-from broker.settings.runspec import section
+from broker.settings.run_settings import RunSettings
 from learner.checkpoints import checkpoint
 from learner.checkpoints.checkpoint import Checkpoint
-from learner.config import WarmStartSection
 from learner.credit import archive
 from learner.credit.ledger import Ledger, RulesUpdate
 from learner.credit.record_intake import rules_change
 from learner.credit.ticket_rules import TicketRules
-from rlearner_text.config import ModelSection
 
 
 @dataclass
@@ -39,7 +36,7 @@ class ReplayStart:
         return str(self.resumed.path) if self.resumed else self.first_path
 
 
-def find_start(folder: Path, config: Mapping[str, Any], step: int) -> ReplayStart:
+def find_start(folder: Path, settings: RunSettings, step: int) -> ReplayStart:
     """Return the start at ``step``, or for 0 at the beginning of the run.
 
     Raises:
@@ -55,19 +52,19 @@ def find_start(folder: Path, config: Mapping[str, Any], step: int) -> ReplayStar
     checkpoints = {saved.step: saved for saved in map(checkpoint.read_checkpoint, paths)}
     if not step:
         ledger = Ledger(_first_rules(folder / archive.FOLDER))
-        return ReplayStart(first_weights(folder, config), None, ledger)
+        return ReplayStart(first_weights(folder, settings), None, ledger)
     if step not in checkpoints:
-        starts = _describe_starts(folder, config, sorted(checkpoints))
+        starts = _describe_starts(folder, settings, sorted(checkpoints))
         raise UserError(f"--from {step}: no checkpoint of step {step} is kept; {starts}")
     ledger = Ledger.load(checkpoints[step].ledger)
-    return ReplayStart(first_weights(folder, config), checkpoints[step], ledger)
+    return ReplayStart(first_weights(folder, settings), checkpoints[step], ledger)
 
 
-def _describe_starts(folder: Path, config: Mapping[str, Any], steps: Sequence[int]) -> str:
+def _describe_starts(folder: Path, settings: RunSettings, steps: Sequence[int]) -> str:
     """Return a text about where the run can be replayed from."""
     try:
         _first_rules(folder / archive.FOLDER)
-        first_weights(folder, config)
+        first_weights(folder, settings)
     except UserError as error:
         beginning = f"the beginning cannot be replayed ({error})"
     else:
@@ -75,14 +72,14 @@ def _describe_starts(folder: Path, config: Mapping[str, Any], steps: Sequence[in
     return f"there are checkpoints of steps {', '.join(map(str, steps)) or 'none'}; {beginning}"
 
 
-def first_weights(folder: Path, config: Mapping[str, Any]) -> str:
+def first_weights(folder: Path, settings: RunSettings) -> str:
     """Return folder or hub name of a run's initial weights.
 
     Raises:
         UserError: if they were made in the run's folder, and are no longer there.
     """
-    model = section(dict(config), "model", ModelSection)
-    warm = section(dict(config), "warm_start", WarmStartSection)
+    model = settings.model
+    warm = settings.warm_start
     if model.path is not None and not warm.steps:
         local = Path(model.path).expanduser()
         return str(local.absolute()) if local.is_dir() else model.path

@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from broker.errors import UserError
 from broker.settings.config_file import locate
-from broker.settings.runspec import load, validate
+from broker.settings.runspec import check_settings, load
 from learner.prepare import to_yaml
 from rlearner.plan.changes import changed_keys, nest_keys
 from rlearner.plan.launches import Launch, host_launches, joining_roles
@@ -117,7 +117,7 @@ def _plan_host(
     """
     config_in_file = load(options.config, options.overrides)
     if options.gpus is None:
-        validate(config_in_file, checks=CHECKS)
+        check_settings(config_in_file, checks=CHECKS)
         starts = list(WITHOUT_GPUS)
         tokens = tuple[str, ...]()
         keys = dict[str, Any]()
@@ -132,7 +132,7 @@ def _plan_host(
     config = merge_sections(config_in_file, nest_keys(keys))
     run = str((config.get("run") or {}).get("name") or _default_run(options.config))
     config = merge_sections(config, {"run": {"name": run}})
-    validate(config, checks=CHECKS)
+    check_settings(config, checks=CHECKS)
     check_config_paths(config)
     return Fleet(run, hosts, tokens, to_yaml(config), _check_bin_folder(options.bin)), starts
 

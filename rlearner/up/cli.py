@@ -56,8 +56,7 @@ def run_up(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code."""
 
     async def body(stop: Stop) -> int:
-        from broker.settings.run_settings import RunSettings
-        from broker.settings.runspec import load, validate
+        from broker.settings.runspec import check_settings, load
         from learner.gpu_selection import with_weights_on_host
         from learner.prepare import exit_code, name_run
         from rlearner.doctor.preflight import require_fleet
@@ -67,12 +66,11 @@ def run_up(arguments: argparse.Namespace) -> int:
         config = name_run(load(arguments.config, arguments.overrides), arguments.config)
         if arguments.share_gpus:
             config = with_weights_on_host(config)
-        config = validate(config)
-        settings = RunSettings.of_config(config)
+        settings = check_settings(config)
         say = Output(as_json=arguments.json)
         if await is_completed(settings, say):
             return 0
-        await asyncio.to_thread(require_fleet, config)
+        await asyncio.to_thread(require_fleet, settings)
         # The learner gets the name that was chosen here, which may be generated from the time.
         overrides = [text for text in arguments.overrides if not text.startswith("run.name=")]
         start_args = [arguments.config, *overrides, f"run.name={settings.run.name}"]

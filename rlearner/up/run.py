@@ -122,10 +122,8 @@ async def run_processes(
         refuse_sleepless(settings.rollout.engine)
     run, folder = _name_and_folder(settings.run)
     store_max_gib = settings.broker.store_max_gib or PRIVATE_STORE_GIB
-    limited = settings.broker.model_copy(update={"store_max_gib": store_max_gib})
-    settings = settings.model_copy(update={"broker": limited})
-    config = settings.model_dump(mode="json")
-    changed = await asyncio.to_thread(check_continuing, config, force=force)
+    settings = settings.with_values("broker", store_max_gib=store_max_gib)
+    changed = await asyncio.to_thread(check_continuing, settings, force=force)
     flags = [*["--force"] * force, *["--rebase"] * rebase, *["--share-gpus"] * share_gpus]
     with removed_on_failure(folder), RunClaim(folder, run) as claim:
         logs = folder / "logs"
@@ -242,7 +240,6 @@ async def _show_run(
     # rich takes FORCE_COLOR for a terminal, where cursor movements would fill a file.
     is_live = console.is_interactive and sys.stdout.isatty() and not say.as_json
     board = LiveRunState(str(settings.run.name), settings.train.steps)
-    config = settings.model_dump(mode="json")
     events: list[str] = []
     supervisor = ServerSupervisor(broker)
     bus = await Bus.connect(broker.url, board.run, name="up", deadline_s=30.0)
@@ -278,7 +275,9 @@ async def _show_run(
                 if advice is None and (rows := board.history.due()):
                     advice_began = time.monotonic()
                     # In a thread: a simulation takes seconds, and the view must go on.
-                    advice = asyncio.ensure_future(asyncio.to_thread(bottleneck_line, rows, config))
+                    advice = asyncio.ensure_future(
+                        asyncio.to_thread(bottleneck_line, rows, settings)
+                    )
                 elif advice is not None and advice.done():
                     previous = board.bottleneck
                     board.bottleneck = advice.result()

@@ -19,6 +19,7 @@ from broker.contract.streams import SAMPLES, TICKETS, Stream
 from broker.jetstream.bus import Bus
 from broker.runtime.announce import Announcer
 from broker.runtime.process import Stop
+from broker.settings.run_settings import RunSettings
 from learner.credit import ledger_segments
 from learner.service import serve_learner
 
@@ -55,7 +56,9 @@ async def life(
 ) -> list[wire.Ticket]:
     """One life of the learner with a made-up hub; the tickets that the hub was given."""
     async with fleet.Hub(bus, **{"answer": good, **hub}) as made, asyncio.timeout(120):
-        await serve_learner(config, url, stop or Stop(), connect_deadline_s=60)
+        await serve_learner(
+            RunSettings.of_config(config), url, stop or Stop(), connect_deadline_s=60
+        )
     return made.tickets
 
 
@@ -102,7 +105,7 @@ async def test_settings_apply_from_the_end_of_the_log_on(
     path, queue = tmp_path / run_name / "metrics.jsonl", await bus.work_queue(TICKETS, "lake")
     async with asyncio.timeout(120):
         first = asyncio.create_task(
-            serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+            serve_learner(RunSettings.of_config(config), broker_url, Stop(), connect_deadline_s=60)
         )
         for _ in range(4):
             (delivery,) = await queue.fetch(1, 60.0)
@@ -120,7 +123,7 @@ async def test_settings_apply_from_the_end_of_the_log_on(
     )
     async with asyncio.timeout(120):
         second = asyncio.create_task(
-            serve_learner(strict, broker_url, Stop(), connect_deadline_s=60)
+            serve_learner(RunSettings.of_config(strict), broker_url, Stop(), connect_deadline_s=60)
         )
         async for entry in bus.read_log(SAMPLES, 6):  # behind the first rules and four groups
             assert isinstance(entry.message, wire.RulesChange)
@@ -160,7 +163,7 @@ async def test_log_decides_how_many_groups_are_trained_on(
     path, queue = tmp_path / run_name / "metrics.jsonl", await bus.work_queue(TICKETS, "lake")
     async with asyncio.timeout(120):
         first = asyncio.create_task(
-            serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+            serve_learner(RunSettings.of_config(config), broker_url, Stop(), connect_deadline_s=60)
         )
         for _ in range(4):
             (delivery,) = await queue.fetch(1, 60.0)
@@ -179,7 +182,7 @@ async def test_log_decides_how_many_groups_are_trained_on(
     changed = settings({"pg_variant": "ppo"})
     async with asyncio.timeout(120):
         second = asyncio.create_task(
-            serve_learner(changed, broker_url, Stop(), connect_deadline_s=60)
+            serve_learner(RunSettings.of_config(changed), broker_url, Stop(), connect_deadline_s=60)
         )
         async for entry in bus.read_log(SAMPLES, 6):  # behind the first rules and four groups
             assert isinstance(entry.message, wire.RulesChange)
@@ -208,7 +211,7 @@ async def test_fewer_steps_end_the_run_even_if_the_log_holds_groups_for_more(
     path = tmp_path / run_name / "metrics.jsonl"
     async with asyncio.timeout(120), fleet.Hub(bus, good):
         first = asyncio.create_task(
-            serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+            serve_learner(RunSettings.of_config(config), broker_url, Stop(), connect_deadline_s=60)
         )
         await until(lambda: path.exists() and len(lines(config)) >= 2)
         first.cancel()
@@ -242,7 +245,9 @@ async def test_a_checkpoint_that_is_ahead_of_the_tickets_stream(
     with monkeypatch.context() as patched:
         patched.setattr(Bus, "publish", slow)
         async with asyncio.timeout(120):
-            await serve_learner(config, broker_url, stop, connect_deadline_s=60)
+            await serve_learner(
+                RunSettings.of_config(config), broker_url, stop, connect_deadline_s=60
+            )
     assert await bus.last_seq(TICKETS) == 5
     played = await life(bus, broker_url, config)
     assert sorted(ticket.number for ticket in played) == list(range(1, 41))
@@ -301,7 +306,7 @@ async def test_a_ticket_that_its_hub_forgot_is_closed_and_withdrawn(
     await announcer.start()
     async with asyncio.timeout(120):
         learner = asyncio.create_task(
-            serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+            serve_learner(RunSettings.of_config(config), broker_url, Stop(), connect_deadline_s=60)
         )
         (held,) = await queue.fetch(1, 60.0)  # never acknowledged, never ended
         hub = fleet.Hub(bus, good)

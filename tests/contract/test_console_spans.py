@@ -17,6 +17,7 @@ from broker.contract.streams import SAMPLES
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import watch_metrics
 from broker.runtime.process import Stop
+from broker.settings.run_settings import RunSettings
 from learner.reporting.metrics import read_lines
 from learner.service import serve_learner
 from rlearner.console.index.follower import RunFollower
@@ -78,7 +79,7 @@ async def test_the_timeline_of_a_learner_is_that_of_its_metrics(
         asyncio.timeout(200),
     ):
         learner = asyncio.create_task(
-            serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+            serve_learner(RunSettings.of_config(config), broker_url, Stop(), connect_deadline_s=60)
         )
         await until((folder / "config.yaml").exists)
         follower.start()

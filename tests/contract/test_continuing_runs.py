@@ -20,6 +20,7 @@ from broker.contract import wire
 from broker.errors import ConfigError
 from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
+from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import newest_epoch
 from learner.prepare import to_yaml
 from learner.service import serve_learner
@@ -34,7 +35,9 @@ async def life(bus: Bus, url: str, config: dict[str, Any], *, force: bool = Fals
         return [fleet.group(ticket, ticket.min_version)]
 
     async with fleet.Hub(bus, answer, domains=list(config["domains"])), asyncio.timeout(120):
-        await serve_learner(config, url, Stop(), connect_deadline_s=60, force=force)
+        await serve_learner(
+            RunSettings.of_config(config), url, Stop(), connect_deadline_s=60, force=force
+        )
 
 
 async def test_a_second_life_says_what_changed_and_makes_no_warm_start(

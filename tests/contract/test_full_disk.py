@@ -20,6 +20,7 @@ from broker.contract.streams import SAMPLES
 from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
+from broker.settings.run_settings import RunSettings
 from learner.checkpoints import checkpoint
 from learner.reporting.metrics import read_lines
 from learner.service import serve_learner
@@ -117,7 +118,7 @@ async def test_a_learner_waits_for_space_and_goes_on(
 
     async with paced(bus):
         learner = asyncio.create_task(
-            serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+            serve_learner(RunSettings.of_config(config), broker_url, Stop(), connect_deadline_s=60)
         )
         await until(
             lambda: learner.done() or len(checkpoint.list_checkpoints(run / "checkpoints")) == 2
@@ -167,7 +168,7 @@ async def test_a_stop_on_a_full_folder_ends_with_one_line(
     filler, stop = Filler(folder), Stop()
     async with paced(bus):
         learner = asyncio.create_task(
-            serve_learner(config, broker_url, stop, connect_deadline_s=60)
+            serve_learner(RunSettings.of_config(config), broker_url, stop, connect_deadline_s=60)
         )
         await until(lambda: learner.done() or len(checkpoint.list_checkpoints(folder)) == 2)
         filler.fill()

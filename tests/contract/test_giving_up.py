@@ -16,6 +16,7 @@ from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.announce import Announcer
 from broker.runtime.process import Stop
+from broker.settings.run_settings import RunSettings
 from learner.checkpoints import checkpoint
 from learner.service import serve_learner
 
@@ -46,7 +47,9 @@ async def test_a_run_where_every_group_fails_ends_and_resumes_when_it_is_repaire
     config = fleet.config(str(tmp_path), run_name, train={"steps": 2})
     async with fleet.Hub(bus, failing) as hub, asyncio.timeout(120):
         with pytest.raises(UserError) as caught:
-            await serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+            await serve_learner(
+                RunSettings.of_config(config), broker_url, Stop(), connect_deadline_s=60
+            )
     assert str(caught.value).startswith(
         f"all of the first 8 groups failed, most often (8 of 8) by env_error: {WHY}; fix that"
     )
@@ -62,7 +65,9 @@ async def test_a_run_where_every_group_fails_ends_and_resumes_when_it_is_repaire
         return failing(ticket) if ticket.number <= len(hub.tickets) + 7 else good(ticket)
 
     async with fleet.Hub(bus, mostly_bad), asyncio.timeout(120):
-        await serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+        await serve_learner(
+            RunSettings.of_config(config), broker_url, Stop(), connect_deadline_s=60
+        )
     assert (
         checkpoint.read_checkpoint(
             checkpoint.list_checkpoints(tmp_path / run_name / "checkpoints")[-1]
@@ -90,5 +95,7 @@ async def test_a_run_whose_only_hub_stays_broken_ends(
             UserError,
             match="for 2 s every hub of domain lake was broken and no group was trained: h: domain lake: the l",
         ):
-            await serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+            await serve_learner(
+                RunSettings.of_config(config), broker_url, Stop(), connect_deadline_s=60
+            )
     await announcer.close()

@@ -22,6 +22,7 @@ from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.announce import Announcer
 from broker.runtime.process import Stop, Stopped
+from broker.settings.run_settings import RunSettings
 from broker.weights.group import WaitMonitor
 from broker.weights.memory.staging import FlatBuffer
 from broker.weights.snapshots.snapshot_source import SnapshotSource
@@ -39,7 +40,9 @@ async def run(
     bus: Bus, url: str, config: dict[str, Any], answer: Answer = plain, stop: Stop | None = None
 ) -> fleet.Hub:
     async with fleet.Hub(bus, answer) as hub, asyncio.timeout(240):
-        await serve_learner(config, url, stop or Stop(), connect_deadline_s=60)
+        await serve_learner(
+            RunSettings.of_config(config), url, stop or Stop(), connect_deadline_s=60
+        )
     return hub
 
 

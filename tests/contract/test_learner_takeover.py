@@ -56,7 +56,9 @@ async def train(bus: Bus, url: str, config: dict[str, Any], stop: Stop | None = 
         fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)]),
         asyncio.timeout(240),
     ):
-        await serve_learner(config, url, stop or Stop(), connect_deadline_s=60)
+        await serve_learner(
+            RunSettings.of_config(config), url, stop or Stop(), connect_deadline_s=60
+        )
 
 
 async def epoch(bus: Bus) -> int:
@@ -186,7 +188,7 @@ async def test_asked_to_stop_while_there_is_no_broker_it_ends(
     try:
         async with hub, asyncio.timeout(LONG_S):
             await serve_learner(
-                fleet.config(str(tmp_path), "alone", train={"steps": 50}),
+                RunSettings.of_config(fleet.config(str(tmp_path), "alone", train={"steps": 50})),
                 server.url,
                 stop,
                 connect_deadline_s=60,

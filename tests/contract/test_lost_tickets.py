@@ -14,6 +14,7 @@ from broker.contract import wire
 from broker.contract.streams import EPISODES, SAMPLES, TICKETS
 from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
+from broker.settings.run_settings import RunSettings
 from learner.credit import ledger_file, ledger_segments, orphans
 from learner.credit.ledger import IssueTicket, Ledger, TicketEnd
 from learner.credit.orphans import OrphanReaper
@@ -131,7 +132,9 @@ async def test_a_learner_replaces_a_ticket_that_was_acknowledged_without_a_recor
 
     config = fleet.config(str(tmp_path), run_name, train={"steps": 1, "ticket_timeout_s": 1800.0})
     async with fleet.Hub(bus, answer) as hub, asyncio.timeout(240):
-        await serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+        await serve_learner(
+            RunSettings.of_config(config), broker_url, Stop(), connect_deadline_s=60
+        )
     assert [(ticket.number, ticket.task_index) for ticket in hub.tickets] == [
         (1, 0),
         (2, 1),

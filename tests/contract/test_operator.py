@@ -25,6 +25,7 @@ from broker.jetstream.bus import Bus
 from broker.nats.nats_errors import ApiError
 from broker.runtime.announce import Announcer
 from broker.runtime.process import Stop
+from broker.settings.run_settings import RunSettings
 from learner.credit.archive import archive_files
 from learner.prepare import to_yaml
 from learner.run_folder import note_broker
@@ -94,7 +95,7 @@ async def a_run(
     async with tapped(url, bus.run, tap_file):
         for life, told in ((stop, answer), (Stop(), eventful)):
             async with fleet.Hub(bus, told), asyncio.timeout(120):
-                await serve_learner(config, url, life, connect_deadline_s=60)
+                await serve_learner(RunSettings.of_config(config), url, life, connect_deadline_s=60)
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -262,7 +263,9 @@ async def test_a_closed_pipe_ends_a_command_without_a_word(
         str(tmp_path), run_name, train={"steps": 1, "max_staleness": 0}, samples={"keep": True}
     )
     async with fleet.Hub(bus, eventful), asyncio.timeout(120):
-        await serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+        await serve_learner(
+            RunSettings.of_config(config), broker_url, Stop(), connect_deadline_s=60
+        )
     run = (run_name, "--dir", str(tmp_path))
     file = str(tmp_path / run_name / "config.yaml")
     commands = [
@@ -311,7 +314,7 @@ async def test_pause_resume_drain_stop(
 
     async with fleet.Hub(bus, answer), asyncio.timeout(120):
         learning = asyncio.create_task(
-            serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+            serve_learner(RunSettings.of_config(config), broker_url, Stop(), connect_deadline_s=60)
         )
         await pausing.wait()
         where = (run_name, "--dir", str(tmp_path))
@@ -369,7 +372,7 @@ async def test_status_says_first_that_no_learner_is_running_and_how_to_start_it(
     stopping = asyncio.Event()
     async with fleet.Hub(bus, answer), asyncio.timeout(120):
         learning = asyncio.create_task(
-            serve_learner(config, broker_url, stop, connect_deadline_s=60)
+            serve_learner(RunSettings.of_config(config), broker_url, stop, connect_deadline_s=60)
         )
         await stopping.wait()
         _, out, _ = await command("status", *where, "--json")

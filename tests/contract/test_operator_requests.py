@@ -23,6 +23,7 @@ from broker.errors import UserError
 from broker.jetstream.bus import Bus
 from broker.runtime.presence import census
 from broker.runtime.process import Stop
+from broker.settings.run_settings import RunSettings
 from learner.checkpoints.checkpoint import list_checkpoints, read_checkpoint
 from learner.service import serve_learner
 from rlearner.ops.learner_requests import ask_learner, follow_action
@@ -53,7 +54,9 @@ def settings(folder: Path, run: str, **sections: dict[str, Any]) -> dict[str, An
 async def learner(bus: Bus, url: str, config: dict[str, Any]) -> AsyncIterator[HeldHub]:
     stop = Stop()
     async with HeldHub(bus) as hub:
-        work = asyncio.create_task(serve_learner(config, url, stop, connect_deadline_s=60))
+        work = asyncio.create_task(
+            serve_learner(RunSettings.of_config(config), url, stop, connect_deadline_s=60)
+        )
         try:
             yield hub
         finally:

@@ -23,6 +23,7 @@ from broker.jetstream.bus import Bus
 from broker.jetstream.provision import delete_stream
 from broker.runtime.process import Stop
 from broker.server.private_server import BrokerServer
+from broker.settings.run_settings import RunSettings
 from learner.checkpoints import checkpoint
 from learner.credit import ledger_segments
 from learner.service import serve_learner
@@ -122,7 +123,9 @@ async def first_life(broker: Broker, config: dict[str, Any]) -> None:
         await bus.ensure_streams()
         async with fleet.Hub(bus, answer):
             life = asyncio.create_task(
-                serve_learner(config, broker.url, Stop(), connect_deadline_s=60)
+                serve_learner(
+                    RunSettings.of_config(config), broker.url, Stop(), connect_deadline_s=60
+                )
             )
             await die_when(
                 life,
@@ -154,7 +157,13 @@ async def last_life(broker: Broker, config: dict[str, Any], *, rebase: bool) -> 
     async with broker.bus() as bus, asyncio.timeout(120):
         await bus.ensure_streams()
         async with fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)]) as hub:
-            await serve_learner(config, broker.url, Stop(), connect_deadline_s=60, rebase=rebase)
+            await serve_learner(
+                RunSettings.of_config(config),
+                broker.url,
+                Stop(),
+                connect_deadline_s=60,
+                rebase=rebase,
+            )
     return [ticket.number for ticket in hub.tickets]
 
 
@@ -362,7 +371,13 @@ async def test_killed_after_a_rebase_the_next_life_needs_no_flag(
     await broker.lose_everything()
     async with asyncio.timeout(120):
         life = asyncio.create_task(
-            serve_learner(config, broker.url, Stop(), connect_deadline_s=60, rebase=True)
+            serve_learner(
+                RunSettings.of_config(config),
+                broker.url,
+                Stop(),
+                connect_deadline_s=60,
+                rebase=True,
+            )
         )
         await die_when(
             life,

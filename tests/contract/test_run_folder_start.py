@@ -18,6 +18,7 @@ from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
 from broker.server.private_server import BrokerServer
 from broker.settings.run_address import private_addresses
+from broker.settings.run_settings import RunSettings
 from learner.prepare import to_yaml
 from learner.run_folder import STORE, note_broker
 from learner.service import serve_learner
@@ -101,7 +102,9 @@ async def test_up_goes_on_with_a_run_that_it_trained_before(tmp_path: Path) -> N
             fleet.Hub(bus, lambda ticket: [fleet.group(ticket, ticket.min_version)]),
             asyncio.timeout(4 * LONG_S),
         ):
-            await serve_learner(config, server.url, Stop(), connect_deadline_s=60)
+            await serve_learner(
+                RunSettings.of_config(config), server.url, Stop(), connect_deadline_s=60
+            )
         await bus.close()
     assert private_addresses(folder) == [server.url]
     async with asyncio.timeout(4 * LONG_S):

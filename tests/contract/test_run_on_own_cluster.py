@@ -24,6 +24,7 @@ from broker.identity.signatures import HEADER
 from broker.jetstream.api import find_message
 from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
+from broker.settings.run_settings import RunSettings
 from learner.service import serve_learner
 
 RUN = "own"
@@ -68,7 +69,7 @@ async def train(
     ending = [asyncio.create_task(end(child)) for child in children]
     try:
         async with asyncio.timeout(240):
-            await serve_learner(config, url, stop, connect_deadline_s=60)
+            await serve_learner(RunSettings.of_config(config), url, stop, connect_deadline_s=60)
             ends = await asyncio.gather(*ending)
     finally:
         for child in children:

@@ -14,6 +14,7 @@ from test_operator import command
 from broker.contract import wire
 from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
+from broker.settings.run_settings import RunSettings
 from learner.service import serve_learner
 
 EQUAL = "in the last 5 steps all rewards of each group were equal"
@@ -27,7 +28,9 @@ async def test_equal_rewards(
 
     config = fleet.config(str(tmp_path), run_name, train={"steps": 7})
     async with fleet.Hub(bus, equal), asyncio.timeout(120):
-        await serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+        await serve_learner(
+            RunSettings.of_config(config), broker_url, Stop(), connect_deadline_s=60
+        )
     said = [record for record in caplog.records if record.message.startswith(EQUAL)]
     assert [(record.levelno, record.name) for record in said] == [
         (logging.WARNING, "learner.reporting.metrics_writer")

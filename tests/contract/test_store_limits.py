@@ -35,6 +35,7 @@ from broker.jetstream.bus import Bus, LogRecord
 from broker.jetstream.ticket_results import close_ticket
 from broker.runtime.process import Stop
 from broker.server.private_server import BrokerServer
+from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import publish_runspec
 from learner.checkpoints import checkpoint
 from learner.credit import store_gate as gate_module
@@ -322,7 +323,7 @@ async def test_a_run_of_many_times_the_store_gets_through_it(
     )
     async with fleet.Hub(bus, lambda ticket: [big_group(ticket)]), asyncio.timeout(2 * LONG_S):
         learner = asyncio.create_task(
-            serve_learner(config, broker_url, Stop(), connect_deadline_s=60)
+            serve_learner(RunSettings.of_config(config), broker_url, Stop(), connect_deadline_s=60)
         )
         await learner
     lines = read_lines(tmp_path / run_name / "metrics.jsonl")
@@ -352,7 +353,7 @@ async def test_a_learner_takes_a_run_over_in_a_full_store_and_trims_it(
     ):
         stop = Stop()
         learner = asyncio.create_task(
-            serve_learner(config, broker_url, stop, connect_deadline_s=60)
+            serve_learner(RunSettings.of_config(config), broker_url, stop, connect_deadline_s=60)
         )
         await until(lambda: len(checkpoint.list_checkpoints(folder / "checkpoints")) == 2)
         stop.request("test")
@@ -362,7 +363,7 @@ async def test_a_learner_takes_a_run_over_in_a_full_store_and_trims_it(
         await filler.fill()
         stop = Stop()
         learner = asyncio.create_task(
-            serve_learner(config, broker_url, stop, connect_deadline_s=60)
+            serve_learner(RunSettings.of_config(config), broker_url, stop, connect_deadline_s=60)
         )
         await until(lambda: epoch(bus, 2))
         assert not learner.done()

@@ -19,6 +19,7 @@ from broker.identity import tokens
 from broker.identity.login import keys_of
 from broker.jetstream.bus import Bus
 from broker.runtime.process import Stop
+from broker.settings.run_settings import RunSettings
 from learner.service import serve_learner
 
 HUB = Path(__file__).parents[2] / "docs" / "third_party_hub.py"
@@ -74,7 +75,9 @@ async def test_its_groups_are_trained(
     ending = [asyncio.create_task(end(child)) for child in children]
     try:
         async with asyncio.timeout(240):
-            await serve_learner(config, broker_url, stop, connect_deadline_s=60)
+            await serve_learner(
+                RunSettings.of_config(config), broker_url, stop, connect_deadline_s=60
+            )
             ends = await asyncio.gather(*ending)
     finally:
         for child in children:

@@ -17,6 +17,7 @@ from broker.jetstream.bus import Bus
 from broker.runtime.presence import census
 from broker.runtime.process import Stop
 from broker.settings.run_address import noted_address
+from broker.settings.run_settings import RunSettings
 from learner.prepare import to_yaml
 from learner.run_folder import note_broker
 from learner.service import serve_learner
@@ -51,7 +52,7 @@ async def test_a_run_that_is_live_is_left_alone(
     stop = Stop()
     async with fleet.Hub(bus, answer), asyncio.timeout(4 * LONG_S):
         learning = asyncio.create_task(
-            serve_learner(config, broker_url, stop, connect_deadline_s=60)
+            serve_learner(RunSettings.of_config(config), broker_url, stop, connect_deadline_s=60)
         )
         await working.wait()
         here = next(one for one in await census(bus, run_name) if one.role == "learner")
@@ -92,7 +93,7 @@ async def test_a_learner_notes_its_broker_once_it_holds_the_run(
         asyncio.timeout(4 * LONG_S),
     ):
         await serve_learner(
-            fleet.config(str(tmp_path), run_name, train=train),
+            RunSettings.of_config(fleet.config(str(tmp_path), run_name, train=train)),
             broker_url,
             Stop(),
             connect_deadline_s=60,
@@ -105,7 +106,7 @@ async def test_a_learner_notes_its_broker_once_it_holds_the_run(
             UserError, match=r"tickets end at number 0, but 4 were issued"
         ) as refused:
             await serve_learner(
-                fleet.config(str(tmp_path), run_name, train={"steps": 3}),
+                RunSettings.of_config(fleet.config(str(tmp_path), run_name, train={"steps": 3})),
                 broker_url,
                 Stop(),
                 connect_deadline_s=60,

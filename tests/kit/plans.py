@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from broker.settings.runspec import load, validate
+from broker.settings.runspec import check_settings, load
 from rlearner.plan.candidates import Plan, Workload
 from rlearner.plan.demands import Demands, read_demands
 from rlearner.plan.facts import GIB, ActivationFacts, Machine, Memory, ModelFacts
@@ -33,7 +33,7 @@ H100 = Machine(8, 80 * GIB)
 
 def demands(*overrides: str, model: ModelFacts = MODEL) -> Demands:
     given = load("configs/gsm8k.yaml", ["rollout.engine=vllm", "model.dtype=bfloat16", *overrides])
-    return read_demands(given, validate(given, checks=()), model)
+    return read_demands(given, check_settings(given, checks=()), model)
 
 
 def workload(*overrides: str, rewards: Memory | None = None) -> Workload:

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from broker.contract.wire import PlainSettings
 from broker.settings.registry import resolve
 from learner.config import TrackersSection
 
@@ -46,7 +47,7 @@ class Tracker(Protocol):
         folder: Path,
         run: str,
         project: str,
-        config: Mapping[str, Any],
+        config: PlainSettings,
         args: Mapping[str, Any],
     ) -> None: ...
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -66,7 +67,7 @@ class TrackerGroup:
     """All trackers of a run; one that fails is disabled, and never fails the run."""
 
     def __init__(
-        self, section: TrackersSection, folder: Path, run: str, config: Mapping[str, Any]
+        self, section: TrackersSection, folder: Path, run: str, config: PlainSettings
     ) -> None:
         names = list(dict.fromkeys([ALWAYS, *section.use]))
         classes = {name: resolve("trackers", name, TRACKERS) for name in names}
@@ -126,12 +127,10 @@ class TrackerGroup:
             self._open.clear()
 
 
-def flatten_settings(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten_settings(config: PlainSettings, prefix: str = "") -> dict[str, Any]:
     """Return settings by dotted name; a list is one setting."""
-    settings: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for key, value in config.items():
         name = f"{prefix}{key}"
-        settings |= (
-            flatten_settings(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-        )
-    return settings
+        values |= flatten_settings(value, f"{name}.") if isinstance(value, dict) else {name: value}
+    return values

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from broker.contract.wire import PlainSettings
 from broker.errors import ConfigError
 from broker.system.private_files import private_folder
 from learner.reporting.trackers import flatten_settings
@@ -50,7 +51,7 @@ class MLflow:
         folder: Path,
         run: str,
         project: str,
-        config: Mapping[str, Any],
+        config: PlainSettings,
         args: Mapping[str, Any],
     ) -> None:
         for name, value in args.items():
@@ -91,7 +92,7 @@ class MLflow:
         )
         return str(runs[0].info.run_id) if runs else ""
 
-    def _log_settings(self, config: Mapping[str, Any]) -> None:
+    def _log_settings(self, config: PlainSettings) -> None:
         """Log every setting as a parameter, which is final, and the current ones as a file."""
         self._client.log_dict(self._run_id, dict(config), "config.json")
         logged = self._client.get_run(self._run_id).data.params

@@ -8,6 +8,8 @@ from typing import Any
 
 import swanlab
 
+from broker.contract.wire import PlainSettings
+
 
 class SwanLab:
     """A ``Tracker``. A run of the same name and project continues, also without the cloud."""
@@ -17,7 +19,7 @@ class SwanLab:
         folder: Path,
         run: str,
         project: str,
-        config: Mapping[str, Any],
+        config: PlainSettings,
         args: Mapping[str, Any],
     ) -> None:
         arguments: dict[str, Any] = {

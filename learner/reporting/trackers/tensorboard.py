@@ -22,6 +22,7 @@ from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, Sessi
 from tensorboard.plugins.text.metadata import create_summary_metadata as text_metadata
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from broker.contract.wire import PlainSettings
 from broker.system.private_files import open_private, private_folder
 from learner.reporting.trackers import flatten_settings
 
@@ -40,7 +41,7 @@ class TensorBoard:
         folder: Path,
         run: str,
         project: str,
-        config: Mapping[str, Any],
+        config: PlainSettings,
         args: Mapping[str, Any],
     ) -> None:
         self._pending = bytearray()
@@ -98,7 +99,7 @@ def _text_value(name: str, text: str) -> Summary.Value:
     return Summary.Value(tag=name, metadata=text_metadata(name, ""), tensor=tensor)
 
 
-def _settings_value(run: str, config: Mapping[str, Any]) -> Summary.Value:
+def _settings_value(run: str, config: PlainSettings) -> Summary.Value:
     """Return every setting under its dotted name, for the HPARAMS page."""
     session = SessionStartInfo(group_name=run, start_time_secs=time.time())
     for name, value in flatten_settings(config).items():

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from broker.contract.wire import PlainSettings
+
 # Environment variable that trackio reads when it is imported.
 FOLDER: Final = "TRACKIO_DIR"
 
@@ -28,7 +30,7 @@ class Trackio:
         folder: Path,
         run: str,
         project: str,
-        config: Mapping[str, Any],
+        config: PlainSettings,
         args: Mapping[str, Any],
     ) -> None:
         os.environ.setdefault(FOLDER, str(folder / "trackio"))

@@ -10,6 +10,8 @@ from typing import Any
 
 import wandb
 
+from broker.contract.wire import PlainSettings
+
 
 class WandB:
     """A ``Tracker``. A run of the same name and project continues."""
@@ -19,7 +21,7 @@ class WandB:
         folder: Path,
         run: str,
         project: str,
-        config: Mapping[str, Any],
+        config: PlainSettings,
         args: Mapping[str, Any],
     ) -> None:
         arguments: dict[str, Any] = {"id": run, "resume": "allow"} | dict(args)

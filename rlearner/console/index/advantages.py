@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 from pydantic import ValidationError
 
 from broker.contract import wire
+from broker.contract.wire import PlainSettings
 from broker.errors import ConfigError
 from broker.settings.registry import resolve
-from broker.settings.runspec import section
+from broker.settings.run_settings import stored_section
 from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.assembly import SampleAssembler, waits_for_batch
 from learner.algorithm.samples import TrainSample
@@ -28,7 +28,7 @@ Advantages = list[dict[int, float]]  # of each trajectory, by position of the tr
 def group_advantages(
     connection: sqlite3.Connection,
     folder: Path,
-    config: Mapping[str, Any],
+    config: PlainSettings,
     group: wire.Group,
     way: Provenance,
 ) -> tuple[Advantages | None, str]:
@@ -38,7 +38,7 @@ def group_advantages(
     An estimator that is not part of rlearner is code of the run, which is not executed here.
     """
     try:
-        algorithm = section(dict(config), "algorithm", AlgorithmSection)
+        algorithm = stored_section(config, "algorithm", AlgorithmSection)
         name = algorithm.adv_estimator
         if name not in ADVANTAGES:
             return None, f"algorithm.adv_estimator is {name}, which is code of the run"

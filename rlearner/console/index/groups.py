@@ -8,12 +8,14 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from broker.contract import wire
+from broker.contract.wire import PlainSettings
 from broker.errors import UserError
 from broker.jetstream.bus import LogRecord
-from broker.settings.run_settings import RunSettings
+from broker.settings.run_settings import stored_section
+from broker.settings.schema.model import ModelSection
 from learner.algorithm.token_figures import TokenFigures
 from learner.credit import archive
 from learner.credit.token_files import read_figures
@@ -115,7 +117,7 @@ def provenance(
     return way, record
 
 
-def _run_tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer | None, str]:
+def _run_tokenizer(config: PlainSettings, folder: Path) -> tuple[Tokenizer | None, str]:
     """Return the run's tokenizer and its path, or None and the reason; keeps a few loaded."""
     try:
         key = str(folder), (folder / "config.yaml").stat().st_mtime_ns
@@ -124,7 +126,7 @@ def _run_tokenizer(config: Mapping[str, Any], folder: Path) -> tuple[Tokenizer |
     # Loading takes seconds, so of several threads that need a tokenizer only the first loads it.
     with _loading:
         if key not in _tokenizers:
-            model = RunSettings.of_config({"model": config.get("model")}).model
+            model = stored_section(config, "model", ModelSection)
             _tokenizers[key] = load_tokenizer(model, folder)
             while len(_tokenizers) > KEPT_TOKENIZERS:
                 _tokenizers.popitem(last=False)

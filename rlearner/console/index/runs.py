@@ -9,10 +9,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from broker.contract.wire import PlainSettings
 from broker.errors import RlearnerError
 from broker.nats.nats_errors import ApiError, Disconnected
+from broker.settings.run_settings import stored_domains, stored_value
 from learner.reporting.trackers import flatten_settings
 from rlearner.console.index.answers import RunRow, SettingDifference
 from rlearner.ops.listing import RunFiles, read_files, read_settings
@@ -104,7 +106,7 @@ class RunList:
         }
 
 
-def settings(folder: Path) -> dict[str, Any]:
+def settings(folder: Path) -> PlainSettings:
     """Return the present settings of a run, empty if they cannot be read; not to be changed."""
     try:
         status = (folder / "config.yaml").stat()
@@ -114,7 +116,7 @@ def settings(folder: Path) -> dict[str, Any]:
 
 
 @lru_cache(KEPT_SETTINGS)
-def _cached_settings(folder: Path, *_: int) -> dict[str, Any]:
+def _cached_settings(folder: Path, *_: int) -> PlainSettings:
     return read_settings(folder)
 
 
@@ -126,7 +128,7 @@ def _run_row(run: RunFiles, answer: tuple[bool, str] | None) -> RunRow:
     last = {
         name: float(run.line[name]) for name in LAST if isinstance(run.line.get(name), int | float)
     }
-    model = _section_of(run.config, "model").get("path") or "small model of its own"
+    model = stored_value(run.config, "model", "path") or "small model of its own"
     kind = run_kind(run)
     if kind == "evaluation":
         last |= _result_figures(run.folder)
@@ -142,7 +144,7 @@ def _run_row(run: RunFiles, answer: tuple[bool, str] | None) -> RunRow:
         steps=run.steps,
         changed=run.changed,
         last=last,
-        domains=sorted(_section_of(run.config, "domains")),
+        domains=stored_domains(run.config),
         model=str(model),
         algorithm=algorithm_name(run),
     )
@@ -155,11 +157,6 @@ def _result_figures(folder: Path) -> dict[str, float]:
         return {"eval/success_rate": float(result["success_rate"])}
     except (OSError, ValueError, KeyError, TypeError):
         return {}
-
-
-def _section_of(config: dict[str, Any], name: str) -> dict[str, Any]:
-    section = config.get(name)
-    return section if isinstance(section, dict) else {}
 
 
 def setting_differences(folders: Sequence[Path]) -> list[SettingDifference]:

@@ -9,11 +9,13 @@ from typing import Any, Final
 from nicegui import ui
 from nicegui.element import Element
 
+from broker.contract.wire import PlainSettings
 from broker.settings.run_address import is_held
+from broker.settings.run_settings import stored_domains, stored_value
 from broker.telemetry.names import find_metric
 from learner.run_folder import OFFLINE_LOCK
 from rlearner.advise.advice import advise
-from rlearner.advise.fit import NotFitted
+from rlearner.advise.fit import NotFitted, SettingMissing, stored_settings
 from rlearner.console.components import Chart, Grid, Stats, tag
 from rlearner.console.index.answers import EvaluationResult, Event, Series
 from rlearner.console.live import BrokerView
@@ -162,11 +164,11 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
 
 
 def _format_subtitle(run: ConsoleRun) -> str:
-    model = section_of(run, "model").get("path") or "small model of its own"
+    model = stored_value(run.config, "model", "path") or "small model of its own"
     if is_offline(run.kind):
         file = section_of(run, "data").get("train", "")
         return f"{algorithm_name(run)} · {file} · {model}"
-    return f"{', '.join(sorted(section_of(run, 'domains')))} · {model}"
+    return f"{', '.join(stored_domains(run.config))} · {model}"
 
 
 def _suggest_metrics(suggestions: Element, names: list[str]) -> None:
@@ -274,12 +276,12 @@ def _evaluation_series(results: list[EvaluationResult]) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def _find_bottleneck(rows: list[dict[str, float]], config: dict[str, Any]) -> str:
+def _find_bottleneck(rows: list[dict[str, float]], config: PlainSettings) -> str:
     try:
-        return advise(rows, config).line
+        return advise(rows, stored_settings(config)).line
     except NotFitted as error:
         return f"not known: {error}"
-    except (KeyError, TypeError, ValueError):
+    except (SettingMissing, KeyError, TypeError, ValueError):
         # Settings of an old or damaged run.
         return ""
 

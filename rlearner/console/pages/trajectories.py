@@ -7,6 +7,7 @@ from typing import Any, Final, get_args
 from urllib.parse import urlencode
 
 from broker.errors import UserError
+from broker.settings.run_settings import stored_value
 from rlearner.console.components import Grid, banner, tag
 from rlearner.console.index.answers import Order, TrajectoryFilter, TrajectoryPage
 from rlearner.console.pages.frame import ask, frame, index_banners, link
@@ -85,8 +86,7 @@ async def trajectories_page(state: ConsoleState, run: ConsoleRun, query: dict[st
 def _why_none(run: ConsoleRun) -> str:
     if run.kind != "training":
         return "this run has none"
-    samples = run.config.get("samples")
-    is_keeping = isinstance(samples, dict) and samples.get("keep")
+    is_keeping = stored_value(run.config, "samples", "keep")
     return "none yet" if is_keeping else "this run keeps none: set samples.keep=true"
 
 

@@ -8,7 +8,8 @@ import pytest
 
 from broker.errors import ConfigError
 from broker.settings.derived import release
-from broker.settings.runspec import validate
+from broker.settings.run_settings import RunSettings
+from broker.settings.runspec import check_settings, validate
 
 DOMAIN: dict[str, Any] = {
     "env": "frozenlake",
@@ -18,25 +19,25 @@ DOMAIN: dict[str, Any] = {
 }
 
 
-def resolved(**sections: Any) -> dict[str, Any]:
-    return validate({"domains": {"lake": DOMAIN}, **sections})
+def resolved(**sections: Any) -> RunSettings:
+    return check_settings({"domains": {"lake": DOMAIN}, **sections})
 
 
 def test_weights_travel_in_the_engines_dtype() -> None:
-    assert resolved()["train"]["weights_dtype"] is None
-    config = resolved(rollout={"dtype": "bfloat16"})
-    assert config["train"]["weights_dtype"] == "bfloat16"
+    assert resolved().train.weights_dtype is None
+    settings = resolved(rollout={"dtype": "bfloat16"})
+    assert settings.train.weights_dtype == "bfloat16"
     explicit = resolved(rollout={"dtype": "bfloat16"}, train={"weights_dtype": "float32"})
-    assert explicit["train"]["weights_dtype"] == "float32"
+    assert explicit.train.weights_dtype == "float32"
 
 
 def test_a_derived_dtype_follows_a_later_change() -> None:
-    config = release(resolved(rollout={"dtype": "bfloat16"}), {})
-    assert config["train"]["weights_dtype"] is None
-    config["rollout"]["dtype"] = None
+    settings = release(resolved(rollout={"dtype": "bfloat16"}), {})
+    assert settings.train.weights_dtype is None
+    config = settings.with_values("rollout", dtype=None).to_plain()
     assert validate(config)["train"]["weights_dtype"] is None
     explicit = resolved(rollout={"dtype": "bfloat16"}, train={"weights_dtype": "float32"})
-    assert release(explicit, {})["train"]["weights_dtype"] == "float32"
+    assert release(explicit, {}).train.weights_dtype == "float32"
 
 
 def test_fp8_is_read_in_the_dtype_of_the_model() -> None:
@@ -45,4 +46,4 @@ def test_fp8_is_read_in_the_dtype_of_the_model() -> None:
     ):
         resolved(rollout={"dtype": "bfloat16"}, train={"weights_dtype": "fp8"})
     same = resolved(rollout={"dtype": "float32"}, train={"weights_dtype": "fp8"})
-    assert same["train"]["weights_dtype"] == "fp8"
+    assert same.train.weights_dtype == "fp8"

@@ -12,7 +12,7 @@ from broker.settings.runspec import load, validate
 def test_settings_survive_the_round_trip_through_a_spec() -> None:
     config = validate(load("quickstart"))
     settings = RunSettings.of_config(config)
-    assert settings.model_dump(mode="json") == config
+    assert settings.to_plain() == config
     assert settings.train.on_late == config["train"]["on_late"]
     assert settings.domains["lake"].group_size == config["domains"]["lake"]["group_size"]
 
@@ -41,3 +41,13 @@ def test_settings_are_frozen() -> None:
     settings = RunSettings.of_config({})
     with pytest.raises(pydantic.ValidationError, match="frozen"):
         settings.train = settings.train  # type: ignore[misc]
+
+
+def test_changed_values_leave_the_rest_and_a_renamed_setting_is_an_error() -> None:
+    settings = RunSettings.of_config({"train": {"steps": 7, "lr": 0.5}})
+    changed = settings.with_values("train", steps=9)
+    assert (changed.train.steps, changed.train.lr, settings.train.steps) == (9, 0.5, 7)
+    with pytest.raises(TypeError, match="TrainSection has no field num_steps"):
+        settings.with_values("train", num_steps=9)
+    with pytest.raises(TypeError, match="RunSettings has no field training"):
+        settings.model_copy(update={"training": settings.train})

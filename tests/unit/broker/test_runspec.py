@@ -12,7 +12,7 @@ import pytest
 
 from broker.errors import ConfigError, UserError
 from broker.settings import runspec
-from broker.settings.config import DomainSection, RunSection, Sampling
+from broker.settings.config import RunSection, Sampling
 
 
 def write(folder: Path, name: str, text: str) -> str:
@@ -242,11 +242,10 @@ def test_defaults_are_filled_in_and_the_result_validates_to_itself() -> None:
 
 
 def test_typed_sections() -> None:
-    config = runspec.validate(runspec.load("quickstart"))
-    assert runspec.section(config, "run", RunSection) == RunSection(dir="runs", seed=0)
-    domains = runspec.domains(config)
-    assert isinstance(domains["lake"], DomainSection)
-    assert domains["lake"].sampling == Sampling(
+    config = runspec.load("quickstart")
+    settings = runspec.check_settings(config)
+    assert settings.run == RunSection(dir="runs", seed=0)
+    assert settings.domains["lake"].sampling == Sampling(
         max_tokens=config["domains"]["lake"]["sampling"]["max_tokens"]
     )
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.errors import ConfigError
-from broker.settings.runspec import validate
+from broker.settings.run_settings import RunSettings
+from broker.settings.runspec import check_settings, validate
 from broker.settings.timeouts import derive, note, release
 from learner.prepare import to_yaml
 
@@ -120,8 +121,8 @@ def test_the_hub_takes_the_longest_of_all_domains() -> None:
         }
     }
     config |= {"train": {"ticket_timeout_s": None}, "eval": {"timeout_s": None}}
-    derive(config, {"math": 100.0})
-    assert chain(config) == (3276.8, 3366.8, 3120, 6733.6, 2 * 6833.6, 2 * 6833.6)
+    derived = derive(RunSettings.of_config(config), {"math": 100.0})
+    assert chain(derived.to_plain()) == (3276.8, 3366.8, 3120, 6733.6, 2 * 6833.6, 2 * 6833.6)
 
 
 @pytest.mark.parametrize(
@@ -222,7 +223,7 @@ def test_the_chain_holds_and_a_resolved_configuration_resolves_to_itself(
 
 
 def test_the_chain_in_one_line() -> None:
-    said = note(validate({"domains": {"lake": LAKE, "pond": {**LAKE, "deadline_s": 100}}}))
+    said = note(check_settings({"domains": {"lake": LAKE, "pond": {**LAKE, "deadline_s": 100}}}))
     assert said.startswith(
         "timeouts: a turn 120 s, an episode 1560 s, a group 100 or 3120 s, a ticket 6240 s in one hub"
     )
@@ -232,10 +233,11 @@ def test_a_resolved_configuration_derives_again_what_was_derived() -> None:
     """But what was set stays set, although its value is all that tells."""
     long = {**LAKE, "max_turns": 3, "deadline_s": 9000.0}
     own = {"domains": {"lake": LAKE, "long": long}, "envhub": {"step_timeout_s": 7.0}}
-    whole = validate(own)
-    released = release(whole, {})
+    whole = check_settings(own)
+    released = release(whole, {}).to_plain()
     assert chain(released) == (None, None, None, 9000.0, None, None)
-    assert validate(released) == whole
-    bounded = validate({"domains": {"lake": LAKE}, "train": {"ticket_timeout_s": 60.0}})
-    assert chain(release(bounded, {})) == (None, None, None, 60.0, None)
-    assert validate(release(bounded, {})) == bounded
+    assert check_settings(released) == whole
+    bounded = check_settings({"domains": {"lake": LAKE}, "train": {"ticket_timeout_s": 60.0}})
+    released = release(bounded, {}).to_plain()
+    assert chain(released) == (None, None, None, 60.0, None)
+    assert check_settings(released) == bounded

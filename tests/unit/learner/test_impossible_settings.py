@@ -14,7 +14,7 @@ from broker.errors import ConfigError, UserError
 from broker.settings.runspec import load, validate
 from learner.checks import check_layers, check_name
 from learner.config import LoraSection
-from learner.offline.config import OfflineTrainSection, backend_train
+from learner.offline.config import backend_train
 from learner.offline.config import validate_config as validate_offline
 from rlearner_text.config import ModelSection, TinyModel
 from rlearner_text.hub import expert_names, layer_names
@@ -246,11 +246,8 @@ def test_a_warmup_that_nobody_set_follows_the_steps(tmp_path: Path) -> None:
     data = f"data.train={tmp_path / 'rows.jsonl'}"
     for steps, warmup in ((200, 10), (100, 5), (6, 1), (2, 1), (1, 0)):
         checked = validate_offline("sft", load("configs/sft.yaml", [f"train.steps={steps}", data]))
-        assert checked["train"]["warmup_steps"] is None  # so that a run may be given more steps
-        assert (
-            backend_train(OfflineTrainSection.model_validate(checked["train"])).warmup_steps
-            == warmup
-        )
+        assert checked.train.warmup_steps is None  # so that a run may be given more steps
+        assert backend_train(checked.train).warmup_steps == warmup
     for name in ("dpo", "distill"):
         rest = ["train.steps=3", data, *(["distill.teacher=t"] if name == "distill" else [])]
         validate_offline(name, load(f"configs/{name}.yaml", rest))
@@ -265,7 +262,7 @@ def test_a_warmup_that_was_set_is_below_the_steps(tmp_path: Path) -> None:
     ):
         validate_offline("sft", load("configs/sft.yaml", asked))
     kept = validate_offline("sft", load("configs/sft.yaml", [*asked, "train.warmup_steps=0"]))
-    assert backend_train(OfflineTrainSection.model_validate(kept["train"])).warmup_steps == 0
+    assert backend_train(kept.train).warmup_steps == 0
 
 
 def test_defaults_stay_what_they_are() -> None:

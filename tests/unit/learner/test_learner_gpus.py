@@ -149,12 +149,12 @@ def test_shared_gpus_hold_no_weights_that_wait_for_servers(machine):
 
 
 def test_devices_are_those_of_the_ranks(machine):
-    assert gpu_selection.shared_devices({"train": {"device": "cuda"}}, "1-2") == [
+    assert gpu_selection.shared_devices("cuda", "1-2") == [
         "GPU-bb",
         "GPU-cc",
     ]
     # none is visible
-    assert gpu_selection.shared_devices({"train": {"device": "auto"}}, "auto") == [host_name()]
+    assert gpu_selection.shared_devices("auto", "auto") == [host_name()]
     os.environ["CUDA_VISIBLE_DEVICES"] = "3"
-    assert gpu_selection.shared_devices({"train": {"device": "auto"}}, "auto") == ["GPU-dd"]
-    assert gpu_selection.shared_devices({"train": {"device": "cpu"}}, "auto") == [host_name()]
+    assert gpu_selection.shared_devices("auto", "auto") == ["GPU-dd"]
+    assert gpu_selection.shared_devices("cpu", "auto") == [host_name()]

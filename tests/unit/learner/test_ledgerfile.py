@@ -120,7 +120,7 @@ async def test_a_run_older_than_its_ledger_file(
     await world.learn()
     assert caplog.text.count(f"{folder}: {why}") == 1
     assert "the tickets before step 2 are no longer recorded and cannot be audited" in caplog.text
-    status = on_disk(tmp_path / "run", {"train": {"steps": 4}})
+    status = on_disk(tmp_path / "run", steps=4)
     assert status["ledger_file"] == "nothing is recorded of tickets before step 2"
     lines = kit.ledger_lines(tmp_path / "run")
     assert lines[0].state == "unrecorded"

@@ -21,11 +21,10 @@ import yaml
 from broker.cli import parser as broker_parser
 from broker.contract.permissions import JOINING
 from broker.contract.streams import GENERATE, STREAMS, WEIGHTSYNC
-from broker.settings.runspec import load, section, validate
+from broker.settings.runspec import check_settings, load, validate
 from broker.system.entry import EXIT_STOPPED, EXIT_USER_ERROR
 from broker.telemetry.page_metrics import PAGE_METRICS
 from envhub.cli import parser as envhub_parser
-from learner.config import TrainSection
 from rewardhub.cli import parser as rewardhub_parser
 from rlearner.cli import _parse_arguments
 from rollout.cli import parser as rollout_parser
@@ -209,8 +208,7 @@ def test_the_ports_of_the_policies_are_those_that_processes_use() -> None:
     assert bind == f"10.0.0.9:{direct[GENERATE.name]}"
     for file in (KUBERNETES / "base" / "run.yaml", KUBERNETES / "example" / "run.yaml"):
         config = load(str(file), ["run.name=main"])
-        validate(config)
-        train = section(config, "train", TrainSection)
+        train = check_settings(config).train
         assert (train.weights_port, train.weights_backend) == (direct[WEIGHTSYNC.name], "curve"), (
             file
         )

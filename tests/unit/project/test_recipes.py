@@ -133,7 +133,7 @@ def test_an_added_preference_loss_is_accepted(
     with pytest.raises(ConfigError, match="mine"):
         validate_offline("dpo", load("dpo.yaml", config))
     monkeypatch.setitem(PREFERENCES, "mine", "added_plugins:prefer")
-    assert validate_offline("dpo", load("dpo.yaml", config))["dpo"]["loss"] == "mine"
+    assert validate_offline("dpo", load("dpo.yaml", config)).to_plain()["dpo"]["loss"] == "mine"
 
 
 @pytest.mark.usefixtures("file")

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -19,9 +19,10 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from bench.advice.speeds import FleetSpeeds
-from bench.advice.virtual_run import config_of, run_fleet
+from bench.advice.virtual_run import run_fleet, settings_of
 from broker.contract import wire
 from broker.errors import UserError
+from broker.settings.run_settings import RunSettings
 from learner.prepare import to_yaml
 from rlearner.advise import advice, changes
 from rlearner.advise.advice import bottleneck_line
@@ -190,7 +191,7 @@ STAGES = {
 @pytest.mark.parametrize("stage", STAGES)
 def test_it_names_the_stage_that_a_fleet_is_short_of(stage: str) -> None:
     speeds = STAGES[stage]
-    found = advice.advise(run_fleet(speeds, 14), config_of(speeds, 14))
+    found = advice.advise(run_fleet(speeds, 14), settings_of(speeds, 14))
     assert found.bottleneck == stage, found.relief
     assert found.line.startswith(f"{stage}; ")
     assert found.explained == pytest.approx(1, abs=0.15)
@@ -213,7 +214,7 @@ def test_the_line_names_two_changes_of_different_kinds() -> None:
 def test_filtered_groups_are_replaced_once_the_learner_reads_on() -> None:
     """Records that come while it completes a step wait, as the real ledger makes them wait."""
     patient = FleetSpeeds(equal_rewards=0.66, step_s=0.5, max_staleness=2)
-    found = advice.advise(run_fleet(patient, 24), config_of(patient, 24))
+    found = advice.advise(run_fleet(patient, 24), settings_of(patient, 24))
     assert found.explained == pytest.approx(1, abs=0.1)
 
 
@@ -228,7 +229,9 @@ def test_filtered_groups_are_replaced_once_the_learner_reads_on() -> None:
 def test_the_line_says_what_filtering_costs(algorithm: dict[str, Any], reason: str) -> None:
     speeds = STAGES["filtering"]
     rows = run_fleet(speeds, 14)
-    config = config_of(speeds, 14) | {"algorithm": {"adv_estimator": "grpo"} | algorithm}
+    config = settings_of(speeds, 14).with_values(
+        "algorithm", **{"filter_zero_variance": False} | algorithm
+    )
     run = fit_run(rows, config)
     counts = [row["filter/count"] for row in rows[3:12]]
     filtered = round(sum(counts) / len(counts))
@@ -246,9 +249,9 @@ def test_groups_that_nothing_replaces_are_not_filtered() -> None:
     speeds = FleetSpeeds()
     rows = [row | {"filter/count": 4.0} for row in run_fleet(speeds, 12)]
     algorithm = {"adv_estimator": "grpo", "pg_variant": "starpo_s", "keep_fraction": 0.5}
-    run = fit_run(rows, config_of(speeds, 12) | {"algorithm": algorithm})
+    run = fit_run(rows, settings_of(speeds, 12).with_values("algorithm", **algorithm))
     assert (run.filtered, run.model.kept) == (0.0, 1.0)
-    assert fit_run(rows, config_of(speeds, 12)).model.kept == pytest.approx(8 / 12)
+    assert fit_run(rows, settings_of(speeds, 12)).model.kept == pytest.approx(8 / 12)
 
 
 def on_host(run: Any, busy: float, *, is_only_host: bool = True, cores: float = 2.0) -> Any:
@@ -308,14 +311,16 @@ def test_the_host_is_read_from_the_metrics() -> None:
     rows = run_fleet(speeds, 12)
     host = {"host/cores": 2.0, "fleet/hosts": 1.0}
     busy = [row | host | {"host/cpu_busy": row["step"] / 100} for row in rows]
-    assert fit_run(busy, config_of(speeds, 12)).host == HostUse(2.0, pytest.approx(0.07), True)
+    assert fit_run(busy, settings_of(speeds, 12)).host == HostUse(2.0, pytest.approx(0.07), True)
     several = [row | {"fleet/hosts": 2.0} for row in busy]
-    assert fit_run(several, config_of(speeds, 12)).host == HostUse(2.0, pytest.approx(0.07), False)
-    assert fit_run(rows, config_of(speeds, 12)).host is None
+    assert fit_run(several, settings_of(speeds, 12)).host == HostUse(
+        2.0, pytest.approx(0.07), False
+    )
+    assert fit_run(rows, settings_of(speeds, 12)).host is None
 
 
 def fitted(speeds: FleetSpeeds, **more: Any) -> Any:
-    return replace(fit_run(run_fleet(speeds, 12), config_of(speeds, 12)), **more)
+    return replace(fit_run(run_fleet(speeds, 12), settings_of(speeds, 12)), **more)
 
 
 def test_the_fit_finds_the_speeds_of_a_fleet() -> None:
@@ -336,7 +341,7 @@ def test_the_fit_finds_the_speeds_of_a_fleet() -> None:
 
 def test_too_few_steps_say_how_many_more() -> None:
     speeds = FleetSpeeds(max_staleness=1)
-    rows, config = run_fleet(speeds, 12), config_of(speeds, 12)
+    rows, config = run_fleet(speeds, 12), settings_of(speeds, 12)
     with pytest.raises(NotFitted, match="needs 6 steps"):
         fit_run([], config)
     with pytest.raises(NotFitted, match="needs 2 more steps of the present fleet"):
@@ -352,18 +357,18 @@ def test_too_few_steps_say_how_many_more() -> None:
 
 def test_a_run_that_will_not_make_enough_steps_is_not_told_to_make_more() -> None:
     speeds = FleetSpeeds(max_staleness=1)
-    rows, config = run_fleet(speeds, 7), config_of(speeds, 7)
+    rows, config = run_fleet(speeds, 7), settings_of(speeds, 7)
     too_few = "the run has too few steps: it needs 3 of the present fleet besides its first 3 and its last 2"
     for made in (4, 7):
         with pytest.raises(NotFitted) as caught:
             fit_run(rows[:made], config)
         assert (str(caught.value), caught.value.steps) == (too_few, 0)
     with pytest.raises(NotFitted, match="needs 2 more steps of the present fleet"):
-        fit_run(rows[:4], config_of(speeds, 8))
+        fit_run(rows[:4], settings_of(speeds, 8))
 
 
 def test_a_line_without_a_step_is_skipped() -> None:
-    rows, config = run_fleet(FleetSpeeds(), 12), config_of(FleetSpeeds(), 12)
+    rows, config = run_fleet(FleetSpeeds(), 12), settings_of(FleetSpeeds(), 12)
     damaged = [{name: value for name, value in row.items() if name != "step"} for row in rows]
     assert fit_run([*rows[:6], damaged[6], *rows[6:], damaged[-1]], config) == fit_run(rows, config)
     with pytest.raises(NotFitted, match="needs 6 steps"):
@@ -375,7 +380,7 @@ def test_episodes_without_tokens_are_half_a_token_long() -> None:
         row | {name: 0.0 for name in row if "episode_tokens/" in name}
         for row in run_fleet(FleetSpeeds(), 12)
     ]
-    assert fit_run(rows, config_of(FleetSpeeds(), 12)).model.tokens.mean == 0.5
+    assert fit_run(rows, settings_of(FleetSpeeds(), 12)).model.tokens.mean == 0.5
 
 
 @pytest.mark.parametrize(
@@ -407,7 +412,7 @@ def test_impossible_changes_are_named(text: str, says: str) -> None:
 def folder(tmp_path: Path) -> Path:
     """The folder of a finished run, without a broker."""
     speeds = FleetSpeeds(slots=4, servers=1)
-    config = {"run": {"name": "past", "dir": str(tmp_path)}} | config_of(speeds, 14)
+    config = settings_of(speeds, 14).with_values("run", name="past", dir=str(tmp_path)).to_plain()
     place = tmp_path / "past"
     place.mkdir()
     (place / "config.yaml").write_text(to_yaml(config))
@@ -536,7 +541,8 @@ def test_damaged_metrics_are_named_and_not_read(
 
 def test_status_and_the_live_view_name_the_bottleneck(folder: Path) -> None:
     speeds = FleetSpeeds(slots=4, servers=1)
-    config = config_of(speeds, 14)
+    settings = settings_of(speeds, 14)
+    config = settings.to_plain()
     found = advice_on_disk(folder, config)
     assert found["bottleneck"] == "generation"
     assert found["line"].startswith("generation; 2 more servers of this speed: +")
@@ -552,7 +558,7 @@ def test_status_and_the_live_view_name_the_bottleneck(folder: Path) -> None:
     rows = board.history.due()
     assert [row["step"] for row in rows] == list(range(1, 15))
     assert board.history.due() == []
-    board.bottleneck = bottleneck_line(rows, config)
+    board.bottleneck = bottleneck_line(rows, settings)
     assert board.bottleneck == found["line"]
     console = Console(width=120, record=True, file=io.StringIO())
     console.print(figures_table(board))
@@ -624,9 +630,9 @@ def test_advice_takes_at_most_a_fiftieth_of_the_time() -> None:
 
 def test_figures_that_make_no_sense_cost_only_the_line(caplog: pytest.LogCaptureFixture) -> None:
     speeds = FleetSpeeds()
-    rows, config = run_fleet(speeds, 12), config_of(speeds, 12)
+    rows, config = run_fleet(speeds, 12), settings_of(speeds, 12)
     assert bottleneck_line([row | {"time/step": 0.0} for row in rows[:6]], config).startswith(
         "not known: needs "
     )
-    assert bottleneck_line(rows, {"train": {}}) == "not known: KeyError"
+    assert bottleneck_line(rows, cast(RunSettings, None)) == "not known: AttributeError"
     assert "no advice from these steps" in caplog.text

@@ -10,7 +10,7 @@ from typing import cast
 import pytest
 
 from bench.advice.speeds import FleetSpeeds
-from bench.advice.virtual_run import config_of, run_fleet
+from bench.advice.virtual_run import run_fleet, settings_of
 from broker.contract import wire
 from broker.settings.run_address import ADDRESS
 from rlearner.advise.advice import advise
@@ -120,8 +120,10 @@ async def test_a_page_that_comes_while_the_connection_is_closed_gets_another(
 def test_a_run_of_an_older_version_has_no_bottleneck_and_no_traceback(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    rows, config = run_fleet(FleetSpeeds(), 12), config_of(FleetSpeeds(), 12)
-    assert _find_bottleneck(rows, config) == advise(rows, config).line
+    rows = run_fleet(FleetSpeeds(), 12)
+    settings = settings_of(FleetSpeeds(), 12)
+    config = settings.to_plain()
+    assert _find_bottleneck(rows, config) == advise(rows, settings).line
     assert (
         _find_bottleneck(rows[:1], config) == "not known: needs 5 more steps of the present fleet"
     )

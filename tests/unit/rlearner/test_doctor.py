@@ -17,6 +17,8 @@ from packaging.requirements import Requirement
 
 from broker.errors import ConfigError, UserError
 from broker.settings.preflight import PreflightFinding
+from broker.settings.run_settings import RunSettings
+from learner.offline.config import DataSection, DistillSection, DistillSettings, OfflineSettings
 from rlearner.doctor import examine as doctor
 from rlearner.doctor.broker_checks import (
     judge_address,
@@ -72,6 +74,10 @@ def test_the_exit_code_and_the_last_line_count_what_is_missing() -> None:
     )
 
 
+def needs(**sections: Any) -> MachineRequirements:
+    return requirements_of(RunSettings.of_config(sections))
+
+
 def test_what_a_configuration_needs() -> None:
     config = {
         "rollout": {"engine": "vllm", "engine_args": {"tensor_parallel": 2}, "http_port": 8000},
@@ -94,7 +100,7 @@ def test_what_a_configuration_needs() -> None:
             "g": {"env": "gem"},
         },
     }
-    found = requirements_of(config)
+    found = needs(**config)
     assert found.plugins == {
         "rollout.engine": "vllm", "train.backend": "deepspeed", "trackers.use.tensorboard": "tensorboard",
         "trackers.use.wandb": "wandb",
@@ -114,19 +120,24 @@ def test_what_a_configuration_needs() -> None:
         3,
         ports,
     )
-    assert not requirements_of(
-        {
-            "domains": {
-                "d": {"env": "qa", "rewards": [{"name": "code", "args": {"sandbox": "none"}}]}
-            }
-        }
-    ).sandbox
-    assert requirements_of({"data": {"train": "rows.parquet"}}) == MachineRequirements(parquet=True)
+    rewards = [{"name": "code", "args": {"sandbox": "none"}}]
+    assert not needs(domains={"d": {"env": "qa", "rewards": rewards}}).sandbox
+    offline = OfflineSettings(data=DataSection(train="rows.parquet"))
+    assert requirements_of(offline) == MachineRequirements(
+        plugins={"train.backend": "torch", "trackers.use.tensorboard": "tensorboard"},
+        parquet=True,
+        checkpoints=3,
+        whole_gib=8.0,
+    )
+    distill = DistillSettings(
+        data=DataSection(train="rows.jsonl"), distill=DistillSection(teacher="t")
+    )
+    assert requirements_of(distill).plugins["rollout.engine"] == "hf"
 
 
 def test_a_gpu_by_number_needs_as_many() -> None:
     assert [
-        requirements_of({"train": {"device": device}}).num_gpus
+        needs(train={"device": device}).num_gpus
         for device in ("cuda", "cuda:0", "cuda:3", "cpu", "auto")
     ] == [
         1,
@@ -138,18 +149,12 @@ def test_a_gpu_by_number_needs_as_many() -> None:
 
 
 def test_an_engine_that_is_started_from_another_environment() -> None:
-    own = requirements_of({"rollout": {"engine": "sglang", "engine_args": {}}})
-    assert (own.plugins, own.num_gpus, own.cuda) == ({"rollout.engine": "sglang"}, 1, False)
-    other = requirements_of(
-        {
-            "rollout": {
-                "engine": "sglang",
-                "engine_args": {"command": ["/opt/python", "-m", "sglang.launch_server"]},
-            }
-        }
-    )
-    assert (other.plugins, other.programs, other.num_gpus) == (
-        {},
+    own = needs(rollout={"engine": "sglang", "engine_args": {}})
+    assert (own.plugins["rollout.engine"], own.num_gpus, own.cuda) == ("sglang", 1, False)
+    command = ["/opt/python", "-m", "sglang.launch_server"]
+    other = needs(rollout={"engine": "sglang", "engine_args": {"command": command}})
+    assert ("rollout.engine" in other.plugins, other.programs, other.num_gpus) == (
+        False,
         {"rollout.engine_args.command": "/opt/python"},
         0,
     )
@@ -323,7 +328,7 @@ def weights_said(
         "rollout": {"engine": engine, **(rollout or {})},
         "train": {"backend": "torch", **train},
     }
-    found = gpu_findings(gpus, "", TORCH_CUDA, requirements_of(config))
+    found = gpu_findings(gpus, "", TORCH_CUDA, needs(**config))
     start = f"a server with engine {engine} "
     return [
         f"{one.status}: {one.found.removeprefix(start)}" for one in found if one.name == "weights"
@@ -386,9 +391,7 @@ def test_how_weights_travel_by_other_settings() -> None:
     )
     server = weights_said("sglang", 1, {"weights_into": "server"}, weights_backend="ipc")
     assert server[0].startswith("ok: on the learner's GPU: gloo")
-    needed = requirements_of(
-        {"rollout": {"engine": "hf"}, "train": {"backend": "torch", "weights_backend": "ipc"}}
-    )
+    needed = needs(rollout={"engine": "hf"}, train={"weights_backend": "ipc"})
     assert gpu_findings([], "", TORCH_CUDA, needed)[0].status == "missing"  # a GPU is asked for
 
 
@@ -577,9 +580,7 @@ def test_a_package_that_the_configuration_lacks_is_missing_and_a_wrong_key_is_ba
 ) -> None:
     gem = LAKE.replace("env: frozenlake", "env: gem, env_args: {id: x}")
     if not doctor.packages.distribution_version("gem-llm"):
-        lacking = doctor.check_configuration(
-            "c", doctor.with_defaults(doctor.load(write(tmp_path, gem)))
-        )
+        lacking = doctor.check_configuration("c", doctor.load(write(tmp_path, gem)))
         assert (lacking.status, "environment gem: No module named 'gem'" in lacking.found) == (
             "missing",
             True,
@@ -590,8 +591,7 @@ def test_a_package_that_the_configuration_lacks_is_missing_and_a_wrong_key_is_ba
         doctor.with_defaults(doctor.load(write(tmp_path, LAKE + "train: {stps: 4}\n")))
     with pytest.raises(ConfigError, match="known: "):
         doctor.check_configuration(
-            "c",
-            doctor.with_defaults(doctor.load(write(tmp_path, LAKE + "train: {backend: tortch}\n"))),
+            "c", doctor.load(write(tmp_path, LAKE + "train: {backend: tortch}\n"))
         )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from broker.errors import ConfigError
-from broker.settings.runspec import validate
+from broker.settings.runspec import check_settings, validate
 from rlearner.evaluate.tasks import task_counts, with_whole_files
 
 LAKE = {
@@ -35,7 +35,7 @@ def questions(folder: Path, rows: int, **env_args: Any) -> dict[str, Any]:
 
 
 def tasks(**asked: Any) -> int:
-    (count,) = set(task_counts(validate(asked), {}).values())
+    (count,) = set(task_counts(check_settings(asked), {}).values())
     return count
 
 
@@ -92,7 +92,7 @@ def counts(
     holds.
     """
     whole, files = with_whole_files(config, overrides, model)
-    return task_counts(validate(whole), files)
+    return task_counts(check_settings(whole), files)
 
 
 def trained_run(folder: Path, file: str) -> str:

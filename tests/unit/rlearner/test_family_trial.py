@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from broker.errors import ConfigError
-from broker.settings.runspec import validate
+from broker.settings.run_settings import RunSettings
+from broker.settings.runspec import check_settings
 from rlearner.doctor import family_trial
 from rlearner.doctor.preflight import fleet_findings
 from rlearner_text import families
@@ -17,13 +18,13 @@ from rlearner_text.config import TinyModel
 from rlearner_text.tiny import _write_tokenizer
 
 
-def config_of(folder: Path, settings: dict[str, Any], **rollout: Any) -> dict[str, Any]:
+def config_of(folder: Path, settings: dict[str, Any], **rollout: Any) -> RunSettings:
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps({"vocab_size": 200, **settings}))
     (folder / "model.safetensors").write_bytes(b"")
     _write_tokenizer(folder, TinyModel())
     domains = {"lake": {"env": "frozenlake"}}
-    return validate(
+    return check_settings(
         {"model": {"path": str(folder)}, "domains": domains, "rollout": {"engine": "hf", **rollout}}
     )
 
@@ -69,7 +70,7 @@ def test_known_types_are_not_tried(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
     assert (
         family_trial.family_findings(config_of(tmp_path / "model", {"model_type": "llama"})) == []
     )
-    assert family_trial.family_findings({"model": {"path": None}}) == []
+    assert family_trial.family_findings(RunSettings()) == []
     assert asked == []
 
 
@@ -80,7 +81,9 @@ def test_model_on_the_hub_is_refused_by_the_matrix(
     monkeypatch.setattr(family_trial, "tokenizer_folder", lambda path: tmp_path)
     row = families.Family("slotless", "dense", {"engine": "no slots"})
     monkeypatch.setattr(families, "read_matrix", lambda: families.Matrix("5", [row]))
-    config = validate({"model": {"path": "owner/name"}, "domains": {"lake": {"env": "frozenlake"}}})
+    config = check_settings(
+        {"model": {"path": "owner/name"}, "domains": {"lake": {"env": "frozenlake"}}}
+    )
     with pytest.raises(ConfigError, match="vllm or sglang with slotless: no slots"):
         family_trial.family_findings(config)
 

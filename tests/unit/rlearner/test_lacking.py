@@ -17,7 +17,7 @@ import pytest
 from broker.errors import NotInstalled
 from broker.settings.preflight import PreflightFinding
 from broker.settings.run_settings import RunSettings
-from broker.settings.runspec import load, validate
+from broker.settings.runspec import check_settings, load
 from envhub import preflight as envhub_looks
 from envhub.agents.imports import imported
 from rewardhub import preflight as rewardhub_looks
@@ -117,7 +117,7 @@ def test_on_one_gpu_a_run_starts_unless_it_asks_for_nccl(
     file.write_text(LAKE)
 
     def missing(*overrides: str) -> list[str]:
-        found = preflight.fleet_findings(validate(load(str(file), list(overrides))))
+        found = preflight.fleet_findings(check_settings(load(str(file), list(overrides))))
         return [one.remedy for one in found if one.status == "missing" and one.name == "weights"]
 
     assert missing() == missing("train.weights_backend=shared") == []
@@ -131,7 +131,9 @@ def test_the_learner_is_not_asked_for_what_others_need() -> None:
         "domains": {"g": {"env": "gem"}},
     }
     assert [
-        one.name for one in preflight.learner_findings(config) if one.name in ("no-such", "gem")
+        one.name
+        for one in preflight.learner_findings(RunSettings.of_config(config))
+        if one.name in ("no-such", "gem")
     ] == []
 
 
@@ -145,7 +147,11 @@ def test_the_learner_is_not_asked_for_what_others_need() -> None:
     ],
 )
 def test_what_trains_and_is_not_installed(train: dict[str, Any], extra: str, key: str) -> None:
-    (found,) = [one for one in preflight.learner_findings({"train": train}) if one.name == extra]
+    (found,) = [
+        one
+        for one in preflight.learner_findings(RunSettings.of_config({"train": train}))
+        if one.name == extra
+    ]
     assert "; required by " in found.found
     assert found.found.endswith(key)
     assert f"[{extra}]'" in found.remedy
