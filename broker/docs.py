@@ -275,7 +275,7 @@ def _default(value: ast.expr) -> str:
 
 
 def _spelled(annotation: str) -> str:
-    """Return an annotation with literal types replaced by their values, other names by their types."""
+    """Return an annotation with names of literals and types replaced by what they stand for."""
     if annotation == "PlainSettings":
         return "dict[str, Any]"
     for name in ("FinishReason", "EpisodeEnd", "ClosedReason", "Dtype", "RefusalKind"):

@@ -239,10 +239,10 @@ def _check_config(options: argparse.Namespace) -> int:
     if not is_run:  # offline training
         from learner.offline import config as offline
 
-        trained = offline.validate_config(offline.pipeline_of(config), config)
-        run = trained.run
-        checked = trained.to_plain()
-        findings = learner_findings(trained)
+        offline_settings = offline.validate_config(offline.pipeline_of(config), config)
+        run = offline_settings.run
+        checked = offline_settings.to_plain()
+        findings = learner_findings(offline_settings)
         notes = []
     else:
         settings = check_settings(config)

@@ -42,7 +42,6 @@ def settings_of(speeds: FleetSpeeds, steps: int) -> RunSettings:
     """Return the settings of a run that its metrics are read with."""
     domain: dict[str, Any] = {
         "env": "simulated",
-        "weight": 1.0,
         "group_size": speeds.group_size,
         "group_size_redundancy": speeds.redundancy,
     }
@@ -51,7 +50,6 @@ def settings_of(speeds: FleetSpeeds, steps: int) -> RunSettings:
         "groups_per_step": speeds.groups_per_step,
         "max_staleness": speeds.max_staleness,
     }
-    train |= {"on_late": "wait"}
     domain |= {"score_ahead": False, "rewards": [{"name": "simulated"}] if speeds.score_s else []}
     algorithm = {"adv_estimator": "grpo", "filter_zero_variance": speeds.equal_rewards > 0}
     sections = {"train": train, "domains": {DOMAIN: domain}, "algorithm": algorithm}

@@ -10,18 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Generic, Protocol, TypeVar
 
 from broker.errors import ConfigError, NotFinite
-from broker.settings.config import RunSection
 from broker.settings.registry import resolve
 from learner.backends import BACKENDS
-from learner.config import AlgorithmSection, CheckpointSection
+from learner.config import AlgorithmSection
 from learner.offline.config import (
-    DataSection,
-    HeldOutSection,
     OfflineSettings,
-    OfflineTrainSection,
     backend_train,
 )
-from rlearner_text.config import ModelSection
 from rlearner_text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -74,30 +69,6 @@ class OfflineJob(Generic[S]):
     tokenizer: Tokenizer
     url: str = ""
 
-    @property
-    def run(self) -> RunSection:
-        return self.settings.run
-
-    @property
-    def train(self) -> OfflineTrainSection:
-        return self.settings.train
-
-    @property
-    def data(self) -> DataSection:
-        return self.settings.data
-
-    @property
-    def held_out(self) -> HeldOutSection:
-        return self.settings.eval
-
-    @property
-    def model(self) -> ModelSection:
-        return self.settings.model
-
-    @property
-    def checkpoint(self) -> CheckpointSection:
-        return self.settings.checkpoint
-
     def max_tokens(self) -> int:
         """Return the longest row in tokens: the configured limit, or the model's.
 
@@ -105,7 +76,7 @@ class OfflineJob(Generic[S]):
             ConfigError: if the configured limit is above the model's.
         """
         model_limit = longest_row(self.first_path)
-        max_tokens = self.data.max_tokens or model_limit
+        max_tokens = self.settings.data.max_tokens or model_limit
         if max_tokens > model_limit:
             raise ConfigError(
                 "data.max_tokens", max_tokens, f"at most {model_limit}, which the model takes"
@@ -114,13 +85,14 @@ class OfflineJob(Generic[S]):
 
     def make_backend(self, algorithm: AlgorithmSection, *, path: str | None = None) -> Backend:
         """Return a backend to train, or, with other weights and without adapters, to score."""
-        train = backend_train(self.train)
-        backend: Backend = resolve("backends", self.train.backend, BACKENDS)(
+        settings = self.settings
+        train = backend_train(settings.train)
+        backend: Backend = resolve("backends", settings.train.backend, BACKENDS)(
             path or self.model_path,
             train=train if path is None else train.model_copy(update={"lora": None}),
             algorithm=algorithm,
-            model=self.model,
-            seed=self.run.seed,
+            model=settings.model,
+            seed=settings.run.seed,
             ref_path=self.first_path,
             max_context=self.max_tokens(),
         )
@@ -132,7 +104,7 @@ class OfflineJob(Generic[S]):
         Args:
             read: returns the rows of a file, given its path and its key for error messages.
         """
-        data = self.data
+        data = self.settings.data
         rows = read(data.train, "data.train")
         if data.eval is not None:
             held_out = read(data.eval, "data.eval")
@@ -143,7 +115,7 @@ class OfflineJob(Generic[S]):
                 raise ConfigError("data.eval_share", data.eval_share, allowed)
             held_out = rows[len(rows) - share :]
             rows = rows[: len(rows) - share]
-        return rows, held_out[: self.held_out.rows]
+        return rows, held_out[: self.settings.eval.rows]
 
 
 def longest_row(path: str) -> int:

@@ -30,7 +30,7 @@ class DistillationPipeline:
     def __init__(self, job: OfflineJob[DistillSettings]) -> None:
         distill = job.settings.distill
         _check_vocabulary(
-            job.tokenizer, distill.teacher, trust_remote_code=job.model.trust_remote_code
+            job.tokenizer, distill.teacher, trust_remote_code=job.settings.model.trust_remote_code
         )
         max_tokens = job.max_tokens()
 
@@ -46,10 +46,10 @@ class DistillationPipeline:
             direction=distill.kl,
             top_k=distill.top_k,
             teacher=None if distill.served else distill.teacher,
-            train=backend_train(job.train),
+            train=backend_train(job.settings.train),
             algorithm=MEAN,
-            model=job.model,
-            seed=job.run.seed,
+            model=job.settings.model,
+            seed=job.settings.run.seed,
             ref_path=job.first_path,
             max_context=max_tokens,
         )

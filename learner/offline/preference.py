@@ -169,9 +169,14 @@ def _reference_logprobs(
     Raises:
         UserError: if the data changed since the run was started.
     """
+    settings = job.settings
     cache_file = job.folder / REFERENCE
     digests = json.dumps(
-        [digest_file(path) for path in (job.data.train, job.data.eval) if path is not None]
+        [
+            digest_file(path)
+            for path in (settings.data.train, settings.data.eval)
+            if path is not None
+        ]
     )
     from safetensors import safe_open
     from safetensors.torch import save_file
@@ -179,7 +184,9 @@ def _reference_logprobs(
     if cache_file.exists():
         with safe_open(str(cache_file), "pt") as cached:
             if (cached.metadata() or {}).get("data") != digests:
-                problem = f"data.train or data.eval changed since run {job.run.name} was started"
+                problem = (
+                    f"data.train or data.eval changed since run {settings.run.name} was started"
+                )
                 raise UserError(f"{problem}; choose another run.name")
             return cached.get_tensor("train"), cached.get_tensor("eval")
     log.info("scoring %d answers under the reference", 2 * (len(rows) + len(held_out)))

@@ -169,14 +169,14 @@ class _Loop:
         self._newest: dict[str, float] = {}
 
     def run(self) -> OfflineResult:
-        train = self._job.train
+        train = self._job.settings.train
         began_at = time.monotonic()
         try:
             with show_progress(self._name, self._first, train.steps) as show:
-                if not self._is_resumed and self._job.held_out.at_start:
+                if not self._is_resumed and self._job.settings.eval.at_start:
                     self._write(0, self._pipeline.evaluate())
                 batches = shuffled_batches(
-                    self._pipeline.num_rows, train.batch_size, self._job.run.seed
+                    self._pipeline.num_rows, train.batch_size, self._job.settings.run.seed
                 )
                 remaining = islice(batches, self._first, None)
                 for step, rows in zip(
@@ -193,20 +193,24 @@ class _Loop:
         began_at = time.monotonic()
         values = self._pipeline.step(rows)
         check_finite(
-            values, step, "train.lr", self._job.train.lr, self._pipeline.backend.take_problem()
+            values,
+            step,
+            "train.lr",
+            self._job.settings.train.lr,
+            self._pipeline.backend.take_problem(),
         )
         seconds = time.monotonic() - began_at
         values |= {
             "time/step": seconds,
             "perf/tokens_per_s": values["train/tokens"] / max(seconds, 1e-9),
         }
-        every = self._job.held_out.every_steps
-        is_last = step == self._job.train.steps
+        every = self._job.settings.eval.every_steps
+        is_last = step == self._job.settings.train.steps
         if is_last or (every and step % every == 0):
             values |= self._pipeline.evaluate()
         self._write(step, values)
         show(step, _summarize_metrics(values))
-        settings = self._job.checkpoint
+        settings = self._job.settings.checkpoint
         if is_last or (settings.every_steps and step % settings.every_steps == 0):
             self._save(step, settings.keep)
 
@@ -214,7 +218,7 @@ class _Loop:
         try:
             summary = {"version": step, "pipeline": self._name}
             backend = self._pipeline.backend
-            hf_max_gib = self._job.checkpoint.hf_max_gib
+            hf_max_gib = self._job.settings.checkpoint.hf_max_gib
             checkpoint.write_checkpoint(
                 self._checkpoints, backend, summary, EPOCH, hf_max_gib=hf_max_gib
             )

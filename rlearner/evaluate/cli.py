@@ -10,6 +10,7 @@ from typing import Any
 from broker.runtime.process import Stop, main
 from broker.settings.arguments import add_config, add_json
 from broker.settings.config import UserSettings
+from broker.settings.run_settings import stored_value
 from broker.system.entry import EXIT_STOPPED
 
 
@@ -41,7 +42,7 @@ def with_own_run_name(config: UserSettings, path: str) -> UserSettings:
     config = name_run(config, stem)
     run = config.get("run")
     if not isinstance(run, dict) or not noted_epoch(
-        Path(str(run.get("dir", "runs"))) / str(run["name"])
+        Path(str(stored_value(config, "run", "dir") or "runs")) / str(run["name"])
     ):
         return config
     return name_run({**config, "run": {**run, "name": None}}, f"eval-{run['name']}")

@@ -52,9 +52,9 @@ async def advise_run(options: argparse.Namespace) -> int:
     if damaged := describe_damage(metrics):
         print(f"warning: {damaged}", file=sys.stderr)
     # The file may have been damaged since it was written.
-    stored = {name: stored_value(place.config, "train", name) for name in TRAIN_SETTINGS}
-    known = {name: value for name, value in stored.items() if value is not None}
-    parse("train", known, TrainSection)
+    values = {name: stored_value(place.config, "train", name) for name in TRAIN_SETTINGS}
+    present_values = {name: value for name, value in values.items() if value is not None}
+    parse("train", present_values, TrainSection)
     try:
         run = fit_run(read_lines(metrics), stored_settings(place.config))
     except NotFitted as error:
