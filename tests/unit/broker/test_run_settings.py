@@ -5,8 +5,14 @@ from __future__ import annotations
 import pydantic
 import pytest
 
-from broker.settings.run_settings import RunSettings
+from broker.settings.run_settings import (
+    RunSettings,
+    stored_domains,
+    stored_section,
+    stored_value,
+)
 from broker.settings.runspec import load, validate
+from broker.settings.schema.model import ModelSection
 
 
 def test_settings_survive_the_round_trip_through_a_spec() -> None:
@@ -51,3 +57,24 @@ def test_changed_values_leave_the_rest_and_a_renamed_setting_is_an_error() -> No
         settings.with_values("train", num_steps=9)
     with pytest.raises(TypeError, match="RunSettings has no field training"):
         settings.model_copy(update={"training": settings.train})
+
+
+@pytest.mark.parametrize("folder", [{}, {"train": None}, {"train": "x"}, {"train": {"lr": 1}}])
+def test_a_value_that_a_folder_lacks_is_none(folder: dict[str, object]) -> None:
+    assert stored_value(folder, "train", "steps") is None
+
+
+def test_stored_values_are_not_checked_but_their_names_are() -> None:
+    folder = {"train": {"steps": "many"}, "domains": {"b": 1, "a": None}, "model": {"path": "m"}}
+    assert stored_value(folder, "train", "steps") == "many"
+    assert stored_domains(folder) == ["a", "b"]
+    assert stored_domains({"domains": "x"}) == []
+    assert stored_section(folder, "model", ModelSection).path == "m"
+    with pytest.raises(TypeError, match="train has no field num_steps"):
+        stored_value(folder, "train", "num_steps")
+
+
+@pytest.mark.parametrize("values", [{"train": "x"}, {"domains": "x"}, {"domains": {"d": 1}}])
+def test_a_section_that_is_no_mapping_is_refused(values: dict[str, object]) -> None:
+    with pytest.raises(pydantic.ValidationError):
+        RunSettings.of_config(values)

@@ -14,7 +14,7 @@ from broker.settings.runspec import load, validate
 from broker.system.process_identity import this_process
 from learner.gpu_selection import forget_gpus, with_ranks
 from learner.prepare import name_run, write_config
-from learner.run_folder import note_epoch
+from learner.run_folder import RunPlace, note_epoch
 from rlearner.cli import main
 from rlearner.ops.continue_line import continue_line, continue_line_at_exit
 from rlearner.up.run_claim import RunClaim
@@ -151,3 +151,13 @@ def test_what_is_left_of_each_shipped_configuration_is_taken_again(
     write_config(tmp_path / "a", whole)
     again = validate(load(str(tmp_path / "a")))
     assert {**again, "run": None} == {**whole, "run": None}
+
+
+def test_a_damaged_folder_is_one_line_and_its_steps_are_unknown(tmp_path: Path) -> None:
+    config = validate(load("configs/quickstart.yaml", ["run.name=a"]))
+    assert RunPlace("a", tmp_path, config).settings == RunSettings.of_config(config)
+    assert RunPlace("a", tmp_path, config).steps == config["train"]["steps"]
+    damaged = RunPlace("a", tmp_path, {**config, "train": {"steps": "many"}})
+    assert damaged.steps == 0
+    with pytest.raises(UserError, match=r"config\.yaml: train\.steps: input should be"):
+        _ = damaged.settings
