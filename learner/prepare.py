@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +39,8 @@ def name_run(config: UserSettings, path: str) -> UserSettings:
 
 def generate_name(path: str) -> str:
     """Return a run's name from its file's name and the time."""
-    stem = "".join(char if char.isalnum() or char in "_-" else "-" for char in Path(path).stem)
+    # Only these characters may be part of a subject.
+    stem = re.sub(r"[^A-Za-z0-9_-]", "-", Path(path).stem)
     return f"{stem[:40]}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 

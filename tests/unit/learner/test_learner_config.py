@@ -181,6 +181,7 @@ def test_a_name_is_made_up_where_none_is_given(tmp_path: Path) -> None:
         == tmp_path / named["run"]["name"]
     )
     assert name_run({"run": {"name": "mine"}}, "x.yaml")["run"] == {"name": "mine"}
+    assert name_run({}, "größe.yaml")["run"]["name"].startswith("gr--e-20")
 
 
 def test_a_run_cannot_live_where_a_file_is(tmp_path: Path) -> None:
