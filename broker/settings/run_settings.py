@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Self, TypeVar
 
 from pydantic import Field
@@ -107,8 +108,16 @@ def stored_domains(config: PlainSettings) -> list[str]:
     return sorted(domains) if isinstance(domains, dict) else []
 
 
-def stored_value(config: PlainSettings, section: str, field: str) -> Any:
+def stored_value(
+    config: PlainSettings,
+    section: str,
+    field: str,
+    types: Mapping[str, type[Section]] | None = None,
+) -> Any:
     """Return one value of a run's folder, which may be damaged or of another version.
+
+    Args:
+        types: of the sections; None: of a run with a fleet.
 
     Returns:
         None if it is missing; it is not checked.
@@ -116,7 +125,7 @@ def stored_value(config: PlainSettings, section: str, field: str) -> Any:
     Raises:
         TypeError: if there is no such setting, as after it was renamed.
     """
-    if field not in section_types()[section].model_fields:
+    if field not in (types or section_types())[section].model_fields:
         raise TypeError(f"{section} has no field {field}")
     values = config.get(section)
     return values.get(field) if isinstance(values, dict) else None

@@ -5,12 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Final, Literal, Protocol, cast
 
-from learner.offline.config import SECTIONS, pipeline_of
+from broker.contract.wire import PlainSettings
+from broker.settings.config import Section
+from broker.settings.run_settings import stored_value
+from learner.offline.config import (
+    SECTIONS,
+    DataSection,
+    DistillSection,
+    DpoSection,
+    pipeline_of,
+)
 
 RunKind = Literal["training", "evaluation", "sft", "dpo", "distill"]
 
 # Only `rlearner eval` writes it.
 RESULT: Final = "result.json"
+# Of offline training, as far as a list of runs shows them.
+OFFLINE_SECTIONS: Final[dict[str, type[Section]]] = {
+    "data": DataSection,
+    "dpo": DpoSection,
+    "distill": DistillSection,
+}
 
 
 class FolderOfRun(Protocol):
@@ -20,7 +35,7 @@ class FolderOfRun(Protocol):
     def folder(self) -> Path: ...
 
     @property
-    def config(self) -> dict[str, Any]: ...
+    def config(self) -> PlainSettings: ...
 
 
 def run_kind(run: FolderOfRun) -> RunKind:
@@ -45,17 +60,18 @@ def algorithm_name(run: FolderOfRun) -> str:
         case "evaluation":
             parts = []
         case "training":
-            algorithm = section_of(run, "algorithm")
-            parts = [algorithm.get(key) for key in ("adv_estimator", "pg_variant", "correction")]
+            fields = ("adv_estimator", "pg_variant", "correction")
+            parts = [stored_value(run.config, "algorithm", field) for field in fields]
         case "distill":
-            parts = [kind, f"{section_of(run, kind).get('kl', 'forward')} KL"]
-        case _:
-            parts = [kind, section_of(run, kind).get("loss")]
+            parts = [kind, f"{offline_value(run, kind, 'kl') or 'forward'} KL"]
+        case "dpo":
+            parts = [kind, offline_value(run, kind, "loss")]
+        case "sft":
+            parts = [kind]
     names = [str(part) for part in dict.fromkeys(parts) if part not in (None, "none")]
     return " with ".join(names)
 
 
-def section_of(run: FolderOfRun, name: str) -> dict[str, Any]:
-    """Return a section of a run's settings, empty if it cannot be read."""
-    section = run.config.get(name)
-    return section if isinstance(section, dict) else {}
+def offline_value(run: FolderOfRun, section: str, field: str) -> Any:
+    """Return one value of offline training's settings, None if it cannot be read."""
+    return stored_value(run.config, section, field, OFFLINE_SECTIONS)

@@ -23,7 +23,7 @@ from rlearner.console.pages.curves import LAYOUTS, Curve, CurveBoard, round_valu
 from rlearner.console.pages.evaluation import show_evaluation
 from rlearner.console.pages.frame import Page, ask, frame, index_banners
 from rlearner.console.state import ConsoleRun, ConsoleState
-from rlearner.ops.run_kinds import algorithm_name, is_offline, section_of
+from rlearner.ops.run_kinds import algorithm_name, is_offline, offline_value
 from rlearner.ops.status import HISTORY
 from rlearner.up.live_state import format_duration
 
@@ -166,7 +166,7 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
 def _format_subtitle(run: ConsoleRun) -> str:
     model = stored_value(run.config, "model", "path") or "small model of its own"
     if is_offline(run.kind):
-        file = section_of(run, "data").get("train", "")
+        file = offline_value(run, "data", "train") or ""
         return f"{algorithm_name(run)} · {file} · {model}"
     return f"{', '.join(stored_domains(run.config))} · {model}"
 
