@@ -61,14 +61,14 @@ AT_LEAST: Final = {"comment_lines": 0.02}
 REACHED: Final[Mapping[str, float]] = {
     "conditional_per_1k": 13.83,
     "comment_lines": 0.0168,
-    "lines_over_100": 197,
+    "lines_over_100": 195,
     "one_word_classes": 0.192,
     "repeated_class_names": 10,
     "max_modules_per_folder": 26,
-    "functions_over_45_statements": 9,
+    "functions_over_45_statements": 8,
     "stray_unit_tests": 162,
-    "statements_share": 1.0222,
-    "bench_lines": 22_820,
+    "statements_share": 1.0471,
+    "bench_lines": 22_922,
 }
 
 

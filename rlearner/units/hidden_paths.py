@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
+from broker.contract.wire import PlainSettings
 from broker.errors import ConfigError
 
 HIDDEN: Final = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
@@ -15,7 +16,7 @@ HIDDEN: Final = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
 ATTRIBUTE: Final = re.compile(r":[A-Za-z_][A-Za-z0-9_.]*$")
 
 
-def check_config_paths(config: dict[str, Any]) -> None:
+def check_config_paths(config: PlainSettings) -> None:
     """Check that the units see every absolute path in a configuration.
 
     Paths in the arguments of plug-ins count too, so every text that starts with ``/`` and is one
