@@ -15,7 +15,7 @@ from prometheus_client.openmetrics.exposition import generate_latest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from bench.advice.speeds import FleetSpeeds
-from bench.advice.virtual_run import config_of, run_fleet
+from bench.advice.virtual_run import run_fleet, settings_of
 from broker.contract import codec, wire
 from broker.contract.streams import MEMBERS, PRESENCE, RUNS, TICKETS
 from broker.errors import UserError
@@ -185,7 +185,11 @@ def test_desired_servers_are_shown_once_enough_steps_are_known() -> None:
     ):
         figures, rows = RunFigures("quick"), run_fleet(speeds, 12)
         spec = wire.RunSpec(
-            run="quick", wire_version=1, epoch=1, config=config_of(speeds, 12), model_path="m"
+            run="quick",
+            wire_version=1,
+            epoch=1,
+            config=settings_of(speeds, 12).to_plain(),
+            model_path="m",
         )
         figures.is_connected = True
         figures.answer(BrokerFigures(spec=spec))

@@ -14,6 +14,7 @@ from broker.contract.streams import EVALS, EVALTICKETS, WEIGHTS
 from broker.jetstream.bus import Bus
 from broker.jetstream.core_messages import watch_metrics
 from broker.runtime.process import Stop
+from broker.settings.run_settings import RunSettings
 from learner.reporting.metrics import read_lines
 from learner.service import serve_learner
 
@@ -93,7 +94,7 @@ class LateHub(fleet.Hub):
 
 async def serve(bus: Bus, url: str, config: dict[str, Any], hub: LateHub) -> None:
     async with hub, asyncio.timeout(LONG_S):
-        await serve_learner(config, url, Stop(), connect_deadline_s=60)
+        await serve_learner(RunSettings.of_config(config), url, Stop(), connect_deadline_s=60)
 
 
 def evaluated(folder: Path) -> list[tuple[int, int, int]]:
@@ -132,7 +133,9 @@ async def test_restart_repeats_no_evaluation(
     hub = LateHub(bus, plays=False)
     async with hub, asyncio.timeout(LONG_S):
         stopping = asyncio.create_task(hub.stop_learner(stop))
-        await serve_learner(config(2), broker_url, stop, connect_deadline_s=60)
+        await serve_learner(
+            RunSettings.of_config(config(2)), broker_url, stop, connect_deadline_s=60
+        )
         await stopping
         assert await offered_version(bus, 0, epoch=1) == 0
     assert read_lines(folder / "metrics.jsonl") == []
