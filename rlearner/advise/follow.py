@@ -13,19 +13,21 @@ SOONEST: Final = 3
 LATEST: Final = 20
 # Times as long as the newest advice took to compute, which takes seconds: 2 % of one core.
 PAUSE: Final = 50
-# Seconds that the first advice is taken to cost, before it is measured.
-FIRST_COST_S: Final = 1.0
 
 
 class StepHistory:
-    """The newest lines of metrics.jsonl, as they are published."""
+    """The newest lines of metrics.jsonl, as they are published.
 
-    def __init__(self) -> None:
+    Args:
+        first_cost_s: seconds that the first advice is taken to cost, before it is measured.
+    """
+
+    def __init__(self, first_cost_s: float = 0.0) -> None:
         self._rows: deque[dict[str, float]] = deque(maxlen=2 * MAX_STEPS)
         self._next = SOONEST
         # seconds of all steps so far, and those before the next advice
         self._elapsed_s = 0.0
-        self._not_before_s = PAUSE * FIRST_COST_S
+        self._not_before_s = PAUSE * first_cost_s
 
     def take(self, line: Mapping[str, float]) -> None:
         """Add the line of a step; a line that is known already changes nothing."""

@@ -14,6 +14,7 @@ from rlearner.advise.follow import StepHistory
 from rlearner.up.failed_groups import FailedGroups
 
 SPARKS = "▁▂▃▄▅▆▇█"
+ADVICE_COST_S = 1.0  # the first advice is taken to cost this, so that short runs do without it
 
 
 def sparkline(values: list[float], width: int = 30) -> str:
@@ -56,7 +57,7 @@ class LiveRunState:
     failures: FailedGroups = field(default_factory=FailedGroups)
     signals: TrainingWarnings = field(default_factory=TrainingWarnings)
     news: list[str] = field(default_factory=list)  # lines not shown yet
-    history: StepHistory = field(default_factory=StepHistory)
+    history: StepHistory = field(default_factory=lambda: StepHistory(ADVICE_COST_S))
     bottleneck: str = ""  # and what would change it; empty before the first step
     _log_reminders: dict[str, Reminders] = field(default_factory=dict)
     first_step_at: tuple[float, int] | None = None  # (monotonic seconds, step)

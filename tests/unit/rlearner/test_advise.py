@@ -597,7 +597,6 @@ def test_status_simulates_after_the_broker_answered_and_off_the_event_loop(
 
 def test_history_begins_again_when_the_learner_resumes_from_an_earlier_step() -> None:
     history = StepHistory()
-    history.computed(0.0)  # advice costs nothing here
     for step in (1, 2, 3, 4):
         history.take({"step": step, "time/step": 1.0})
     history.take({"step": 3, "time/step": 2.0})
@@ -614,7 +613,7 @@ def test_history_begins_again_when_the_learner_resumes_from_an_earlier_step() ->
 
 
 def test_advice_takes_at_most_a_fiftieth_of_the_time() -> None:
-    history = StepHistory()
+    history = StepHistory(first_cost_s=1.0)
     for step in range(1, 25):
         history.take({"step": step, "time/step": 2.0})
     assert history.due() == []  # not in the first 50 s
