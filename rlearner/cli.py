@@ -86,10 +86,11 @@ def make_parser() -> argparse.ArgumentParser:
     up_cli.add_share_gpus(start)
     nodes.add_options(start)
     start.set_defaults(run=_start_learner)
-    text = "validate a configuration, try your own code once, and print the complete configuration"
+    text = "validate a configuration, try your own code once, and sum it up"
     check = _add_config_parser(commands, "check", text)
     text = "do not run and score a trial episode with your own code"
     check.add_argument("--no-trial", action="store_true", help=text)
+    check.add_argument("--all", action="store_true", help="print every setting, as YAML")
     add_json(check, "print one JSON object: config, notes, and what this machine lacks as findings")
     check.set_defaults(run=_check_config)
     _add_settings_parser(commands)
@@ -232,6 +233,7 @@ def _check_config(options: argparse.Namespace) -> int:
     from learner.resume_checks import check_continuing
     from rlearner.doctor.preflight import fleet_findings, format_finding, learner_findings
     from rlearner.doctor.trial import try_own_code
+    from rlearner.ops import settings_summary
     from rlearner_text.model_checks import sampling_note
 
     config = load(options.config, options.overrides)
@@ -239,7 +241,8 @@ def _check_config(options: argparse.Namespace) -> int:
     if not is_run:  # offline training
         from learner.offline import config as offline
 
-        offline_settings = offline.validate_config(offline.pipeline_of(config), config)
+        pipeline = offline.pipeline_of(config)
+        offline_settings = offline.validate_config(pipeline, config)
         run = offline_settings.run
         checked = offline_settings.to_plain()
         findings = learner_findings(offline_settings)
@@ -262,17 +265,25 @@ def _check_config(options: argparse.Namespace) -> int:
     run_folder(RunSection(name=name, dir=run.dir))  # fails where no folder can be created
     if is_run:
         check_continuing(settings.with_values("run", name=name), force=False)
+        summary = settings_summary.summarize_run(settings, name)
+    else:
+        summary = settings_summary.summarize_offline(offline_settings, pipeline, name)
     if options.json:
         rows = [asdict(finding) for finding in findings]
         print(visible_json({"config": checked, "notes": list(notes), "findings": rows}))
         return 0
-    print(to_yaml(checked), end="")
+    if options.all:
+        print(to_yaml(checked), end="")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     # Not an error: the processes may run on other machines.
     for finding in findings:
         kind = "missing here" if finding.status == "missing" else "warning"
         print(f"{kind}: {format_finding(finding)}", file=sys.stderr)
+    if not options.all:
+        sys.stderr.flush()
+        num_missing = sum(finding.status == "missing" for finding in findings)
+        print(*summary, settings_summary.format_end(num_missing), sep="\n")
     return 0
 
 

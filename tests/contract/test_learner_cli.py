@@ -41,7 +41,7 @@ def rlearner(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_check_prints_the_whole_configuration() -> None:
-    done = rlearner("check", "configs/quickstart.yaml", "train.steps=7", "run.name=mine")
+    done = rlearner("check", "--all", "configs/quickstart.yaml", "train.steps=7", "run.name=mine")
     assert done.returncode == 0, done.stderr
     printed = yaml.safe_load(done.stdout)
     assert (printed["train"]["steps"], printed["run"]["name"], printed["train"]["on_late"]) == (

@@ -185,7 +185,7 @@ async def test_eval_tasks_are_lowered_unless_somebody_set_them(
         "eval": {"every_steps": 1} | ({} if given is None else {"tasks": given}),
     }
     (tmp_path / "few.yaml").write_text(yaml.safe_dump(settings))
-    code, out, err = await run("check", str(tmp_path / "few.yaml"))
+    code, out, err = await run("check", "--all", str(tmp_path / "few.yaml"))
     if given is None:
         assert code == 0, err
         assert yaml.safe_load(out)["eval"]["tasks"] == 3

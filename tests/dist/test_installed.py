@@ -66,7 +66,7 @@ def test_commands_find_what_they_need_of_the_package(tmp_path: Path) -> None:
     ran(tmp_path, "rlearner", "new", "mine")
     assert "environment.py" in {path.name for path in (tmp_path / "mine").iterdir()}
     ran(tmp_path, "rlearner", "check", "mine/mine.yaml")
-    assert ran(tmp_path, "rlearner", "check", "quickstart", "algorithm=gspo", "--no-trial").count("pg_variant: gspo")
+    assert ran(tmp_path, "rlearner", "check", "quickstart", "algorithm=gspo", "--no-trial", "--all").count("pg_variant: gspo")
     ran(tmp_path, "rlearner", "units", "quickstart", "run.name=lake", "--write", "units")
     assert [*(tmp_path / "units").rglob("*.service")]
     for program in ("rlearner", "broker", "envhub", "rewardhub", "rollout-server"):

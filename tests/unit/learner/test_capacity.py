@@ -169,7 +169,7 @@ def test_a_group_that_cannot_travel_is_refused() -> None:
 def test_the_command_check_notes_sizes_and_timeouts_and_prints_numbers(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert main(["check", "configs/quickstart.yaml"]) == 0
+    assert main(["check", "--all", "configs/quickstart.yaml"]) == 0
     out, err = capsys.readouterr()
     assert "note: domains.lake: a group takes at most 41 KiB: 8 episodes of 256 tokens\n" in err
     assert (

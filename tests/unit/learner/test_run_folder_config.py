@@ -58,7 +58,7 @@ def test_check_takes_it_and_a_folder_without_settings_is_refused(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = made(tmp_path / "runs" / "a")
-    assert main(["check", str(folder), "train.steps=9"]) == 0
+    assert main(["check", "--all", str(folder), "train.steps=9"]) == 0
     assert yaml.safe_load(capsys.readouterr().out)["train"]["steps"] == 9
     assert main(["check", str(tmp_path)]) == 2
     assert (

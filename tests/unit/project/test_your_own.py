@@ -130,7 +130,9 @@ def test_the_page_has_the_files_and_their_commands() -> None:
 @pytest.mark.parametrize("name", ["guess.yaml", "sums.yaml"])
 def test_both_configurations_pass_the_check(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", name]) == 0
-    assert "group_size: 8" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert (len(lines), lines[-1]) == (11, "ok")
+    assert "groups of 8 episodes" in lines[5]
 
 
 def test_the_estimators_of_lengths_predict() -> None:
