@@ -246,7 +246,7 @@ TICKET = wire.Ticket(
 
 def test_a_reward_sees_the_same_sample_before_and_with_its_group() -> None:
     played = EpisodeResult(
-        [trajectory(1, 0.0), trajectory(2, 1.5)], "question", "answer", 1.0, 0.1, [], 4
+        [trajectory(1, 0.0), trajectory(2, 1.5)], "question", "answer", 1.0, 0.1, []
     )
     asked = assignment(TICKET)
     complete = group(asked, [played], pools=["default"], hub="h", deliveries=1, temperature=1.0)
@@ -270,7 +270,7 @@ async def test_a_long_answer_is_scored_early_unless_no_message_can_hold_it(
     section = DomainSection(env="qa", rewards=[RewardConfig(name="my.py:length")])
     early = EarlyScores(bus, assignment(TICKET), section, 0.1, lambda *_: None)
     last = replace(trajectory(1, 0.0), response="a" * size)
-    early.begin(EpisodeResult([last], "question", "answer", 1.0, 0.1, [], 4))
+    early.begin(EpisodeResult([last], "question", "answer", 1.0, 0.1, []))
     await until(lambda: not early.pending)  # it does not try again
     found = await early.take([last.episode], asyncio.Event())
     await answering.close()
@@ -295,7 +295,7 @@ async def test_a_partial_reply_counts_but_ends_the_visit(bus: Bus) -> None:
     section = DomainSection(env="qa", rewards=rewards)
     early = EarlyScores(bus, assignment(TICKET), section, 0.1, lambda *one: judged.append(one))
     last = replace(trajectory(1, 0.0), reward_parts={})
-    early.begin(EpisodeResult([last], "question", "answer", 1.0, 0.1, [], 4))
+    early.begin(EpisodeResult([last], "question", "answer", 1.0, 0.1, []))
     await until(lambda: not early.pending)
     found = await early.take([last.episode], asyncio.Event())
     for one in answering:

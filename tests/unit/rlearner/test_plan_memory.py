@@ -51,4 +51,5 @@ def test_ten_million_parameters_whose_peak_is_the_end_of_the_backward_pass(
 
 
 def test_the_cache_of_engine_hf_is_what_was_planned() -> None:
-    assert bench.kv_error("0.5", slots=6) == 0.0
+    # Each layer has one row more, which idle rows of CUDA graphs write to.
+    assert bench.kv_error("0.5", slots=6) < 1e-3
