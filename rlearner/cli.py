@@ -10,7 +10,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from broker.runtime.process import add_metrics_options
 from broker.settings.arguments import (
@@ -36,6 +36,10 @@ from rlearner.ops import cli as ops_cli
 from rlearner.plan import cli as plan_cli
 from rlearner.units import cli as units_cli
 from rlearner.up import cli as up_cli
+
+if TYPE_CHECKING:
+    from broker.settings.preflight import PreflightFinding
+    from broker.settings.run_settings import RunSettings
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +148,6 @@ def _add_config_parser(commands: Any, name: str, text: str) -> argparse.Argument
 
 def _start_learner(options: argparse.Namespace) -> int:
     from broker.runtime import process
-    from broker.settings.run_settings import RunSettings
     from broker.settings.runspec import check_settings, load
     from learner.gpu_selection import assign_gpus, forget_gpus, shared_devices
     from learner.nodes.layout import lay_out
@@ -225,16 +228,13 @@ def _start_learner(options: argparse.Namespace) -> int:
 
 
 def _check_config(options: argparse.Namespace) -> int:
-    from broker.settings import timeouts
     from broker.settings.config import RunSection
     from broker.settings.runspec import check_settings, load
-    from learner.credit import capacity
     from learner.prepare import generate_name, run_folder, to_yaml
     from learner.resume_checks import check_continuing
-    from rlearner.doctor.preflight import fleet_findings, format_finding, learner_findings
+    from rlearner.doctor.preflight import fleet_findings, learner_findings
     from rlearner.doctor.trial import try_own_code
     from rlearner.ops import settings_summary
-    from rlearner_text.model_checks import sampling_note
 
     config = load(options.config, options.overrides)
     is_run = "domains" in config or "data" not in config
@@ -253,13 +253,7 @@ def _check_config(options: argparse.Namespace) -> int:
         checked = settings.to_plain()
         if not options.no_trial:
             asyncio.run(try_own_code(settings))
-        own_sampling = sampling_note(settings.model, settings.domains)
-        notes = [
-            timeouts.note(settings),
-            *capacity.capacity_notes(settings),
-        ]
-        if own_sampling:
-            notes.append(own_sampling)
+        notes = _run_notes(settings)
         findings = fleet_findings(settings)
     name = run.name or generate_name(options.config)
     run_folder(RunSection(name=name, dir=run.dir))  # fails where no folder can be created
@@ -276,15 +270,35 @@ def _check_config(options: argparse.Namespace) -> int:
         print(to_yaml(checked), end="")
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    # Not an error: the processes may run on other machines.
+    num_missing = _print_findings(findings)
+    if not options.all:
+        print(*summary, settings_summary.format_end(num_missing), sep="\n")
+    return 0
+
+
+def _run_notes(settings: RunSettings) -> list[str]:
+    """Return what ``check`` says of timeouts, sizes, and sampling that the model has of its own."""
+    from broker.settings import timeouts
+    from learner.credit import capacity
+    from rlearner_text.model_checks import sampling_note
+
+    own_sampling = sampling_note(settings.model, settings.domains)
+    notes = [timeouts.note(settings), *capacity.capacity_notes(settings)]
+    return [*notes, own_sampling] if own_sampling else notes
+
+
+def _print_findings(findings: Sequence[PreflightFinding]) -> int:
+    """Print what a configuration needs and this machine lacks; return how much is missing.
+
+    It is not an error: the processes may run on other machines.
+    """
+    from rlearner.doctor.preflight import format_finding
+
     for finding in findings:
         kind = "missing here" if finding.status == "missing" else "warning"
         print(f"{kind}: {format_finding(finding)}", file=sys.stderr)
-    if not options.all:
-        sys.stderr.flush()
-        num_missing = sum(finding.status == "missing" for finding in findings)
-        print(*summary, settings_summary.format_end(num_missing), sep="\n")
-    return 0
+    sys.stderr.flush()
+    return sum(finding.status == "missing" for finding in findings)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from broker.settings.config import DomainSection
@@ -24,56 +24,49 @@ def summarize_run(settings: RunSettings, name: str) -> list[str]:
     group_sizes = sorted({domain.group_size for domain in settings.domains.values()})
     episodes = " or ".join(map(str, group_sizes))
     evaluation = settings.eval
-    return _lines(
-        ("run", [name, f"in {settings.run.dir}"]),
-        ("model", _describe_model(settings.model)),
-        ("domains", [_describe_domain(*item) for item in settings.domains.items()]),
-        ("rewards", [_describe_rewards(*item) for item in settings.domains.items()]),
-        ("algorithm", [algorithm.adv_estimator, algorithm.pg_variant, filters]),
-        (
-            "step",
-            [
-                f"{train.groups_per_step} groups of {episodes} episodes",
-                f"samples at most {_count(train.max_staleness, 'version')} old ({on_late})",
-            ],
-        ),
-        ("training", [_count(train.steps, "step"), *_describe_optimizer(train)]),
-        (
-            "rollout",
-            [
-                f"engine {rollout.engine}",
-                f"{_count(rollout.max_running, 'request')} at once",
-                f"{_count(rollout.max_context_tokens, 'token')} of context",
-                f"{_count(settings.envhub.n, 'environment')} a hub",
-            ],
-        ),
-        ("evaluation", _describe_evaluation(evaluation.every_steps, evaluation.tasks)),
-        (
-            "kept",
-            [
-                _describe_interval("checkpoints", settings.checkpoint.every_steps),
-                "all samples" if settings.samples.keep else "no samples (samples.keep)",
-            ],
-        ),
-    )
+    entries = {
+        "run": [name, f"in {settings.run.dir}"],
+        "model": _describe_model(settings.model),
+        "domains": [_describe_domain(*item) for item in settings.domains.items()],
+        "rewards": [_describe_rewards(*item) for item in settings.domains.items()],
+        "algorithm": [algorithm.adv_estimator, algorithm.pg_variant, filters],
+        "step": [
+            f"{train.groups_per_step} groups of {episodes} episodes",
+            f"samples at most {_count(train.max_staleness, 'version')} old ({on_late})",
+        ],
+        "training": [_count(train.steps, "step"), *_describe_optimizer(train)],
+        "rollout": [
+            f"engine {rollout.engine}",
+            f"{_count(rollout.max_running, 'request')} at once",
+            f"{_count(rollout.max_context_tokens, 'token')} of context",
+            f"{_count(settings.envhub.n, 'environment')} a hub",
+        ],
+        "evaluation": _describe_evaluation(evaluation.every_steps, evaluation.tasks),
+        "kept": [
+            _describe_interval("checkpoints", settings.checkpoint.every_steps),
+            "all samples" if settings.samples.keep else "no samples (samples.keep)",
+        ],
+    }
+    return _lines(entries)
 
 
 def summarize_offline(settings: OfflineSettings, pipeline: str, name: str) -> list[str]:
     """Return the lines about an offline training, by ``rlearner sft``, ``dpo`` or ``distill``."""
     train = settings.train
     held_out = settings.data.eval or "a share of the rows"
-    return _lines(
-        ("run", [name, f"in {settings.run.dir}"]),
-        ("pipeline", [pipeline]),
-        ("model", _describe_model(settings.model)),
-        ("data", [settings.data.train, f"held out: {held_out}"]),
-        ("training", [_count(train.steps, "step"), *_describe_optimizer(train)]),
-        ("kept", [_describe_interval("checkpoints", settings.checkpoint.every_steps)]),
-    )
+    entries = {
+        "run": [name, f"in {settings.run.dir}"],
+        "pipeline": [pipeline],
+        "model": _describe_model(settings.model),
+        "data": [settings.data.train, f"held out: {held_out}"],
+        "training": [_count(train.steps, "step"), *_describe_optimizer(train)],
+        "kept": [_describe_interval("checkpoints", settings.checkpoint.every_steps)],
+    }
+    return _lines(entries)
 
 
-def _lines(*entries: tuple[str, Sequence[str]]) -> list[str]:
-    return [f"{name:<{WIDTH}} {', '.join(filter(None, parts))}" for name, parts in entries]
+def _lines(entries: Mapping[str, Sequence[str]]) -> list[str]:
+    return [f"{name:<{WIDTH}} {', '.join(filter(None, parts))}" for name, parts in entries.items()]
 
 
 def _count(number: int, noun: str) -> str:
