@@ -26,14 +26,14 @@ DROPPED_BITS: Final = 16  # of float32's 24 significant bits
 ROWS: Final = {"cpu": 8, "cuda": 512}
 
 
-def is_rounded(target: Tensor, source: Tensor) -> bool:
-    """Return whether a copy between these tensors rounds by thresholds."""
-    return target.dtype == torch.bfloat16 and source.dtype == torch.float32
+def is_rounded(target: torch.dtype, source: torch.dtype) -> bool:
+    """Return whether a copy between these dtypes rounds by thresholds."""
+    return target == torch.bfloat16 and source == torch.float32
 
 
 def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Return a tensor in another dtype, as ``copy_into`` would write it; itself if it has it."""
-    if dtype != torch.bfloat16 or tensor.dtype != torch.float32:
+    if not is_rounded(dtype, tensor.dtype):
         return tensor.to(dtype)
     rounded = torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     round_into(rounded, tensor)

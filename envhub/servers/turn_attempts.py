@@ -143,7 +143,7 @@ class TurnAttempts:
 
         Args:
             servers: all that serve the policy.
-            has_room: whether a server is likely to take a request of so many bytes.
+            has_room: whether a server is likely to take a request of this many bytes.
             near: server that got the prompt of ``group`` first, empty if none has.
         """
         size = TOKEN_BYTES * (len(self._ask.token_ids) + len(self.turn.token_ids)) + REQUEST_BYTES

@@ -7,6 +7,7 @@ from typing import Final
 
 from broker.settings.config import DomainSection
 from broker.settings.run_settings import RunSettings
+from broker.settings.schema.evaluation import EvalSection
 from broker.settings.schema.model import ModelSection
 from broker.settings.schema.training import OptimizationSection
 from learner.offline.config import OfflineSettings
@@ -23,7 +24,6 @@ def summarize_run(settings: RunSettings, name: str) -> list[str]:
     on_late = "older groups wait" if train.on_late == "wait" else "older groups are dropped"
     group_sizes = sorted({domain.group_size for domain in settings.domains.values()})
     episodes = " or ".join(map(str, group_sizes))
-    evaluation = settings.eval
     entries = {
         "run": [name, f"in {settings.run.dir}"],
         "model": _describe_model(settings.model),
@@ -41,7 +41,7 @@ def summarize_run(settings: RunSettings, name: str) -> list[str]:
             f"{_count(rollout.max_context_tokens, 'token')} of context",
             f"{_count(settings.envhub.n, 'environment')} a hub",
         ],
-        "evaluation": _describe_evaluation(evaluation.every_steps, evaluation.tasks),
+        "evaluation": _describe_evaluation(settings.eval),
         "kept": [
             _describe_interval("checkpoints", settings.checkpoint.every_steps),
             "all samples" if settings.samples.keep else "no samples (samples.keep)",
@@ -91,10 +91,11 @@ def _describe_optimizer(train: OptimizationSection) -> list[str]:
     return [f"backend {train.backend}", f"lr {train.lr:g} {train.lr_schedule}", adapters]
 
 
-def _describe_evaluation(every_steps: int, tasks: int | None) -> list[str]:
-    if not every_steps:
+def _describe_evaluation(section: EvalSection) -> list[str]:
+    if not section.every_steps:
         return ["never (eval.every_steps)"]
-    return [f"every {_count(every_steps, 'step')}", f"{tasks} tasks a domain" * bool(tasks)]
+    tasks = f"{section.tasks} tasks a domain" if section.tasks else ""
+    return [f"every {_count(section.every_steps, 'step')}", tasks]
 
 
 def _describe_interval(what: str, every_steps: int) -> str:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from broker.contract.wire import PlainSettings
 from broker.errors import UserError
+from broker.settings.run_settings import stored_value
 from learner.resume_checks import read_settings
 from rlearner.ops.drawing import Row
 
@@ -27,11 +29,11 @@ def next_steps(folder: Path, lines: Sequence[Row], resume: str) -> list[str]:
     settings = _settings(folder)
     newest = max((folder / "checkpoints").glob("step-*"), default=None)
     curves = f"see the curves: tensorboard --logdir {_quote(folder / 'tensorboard')}"
-    steps = (settings.get("train") or {}).get("steps")
+    steps = stored_value(settings, "train", "steps")
     if steps is None or lines[-1]["step"] < steps:
         return [resume, curves]
     texts = []
-    if newest is not None and (settings.get("model") or {}).get("path"):
+    if newest is not None and stored_value(settings, "model", "path"):
         texts.append(_use_line(folder, newest))
     if newest is not None and not any("eval/success_rate" in line for line in lines):
         texts.append(
@@ -52,7 +54,7 @@ def _use_line(folder: Path, checkpoint: Path) -> str:
     return f"write the model for transformers or vLLM: rlearner export {_quote(folder)}"
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def _settings(folder: Path) -> PlainSettings:
     try:
         return read_settings(folder) or {}
     except UserError:

@@ -32,7 +32,7 @@ def copy_into(
     Args:
         first: position of the first element in the whole tensor, where these are parts of it.
     """
-    if is_rounded(target, source):
+    if is_rounded(target.dtype, source.dtype):
         round_into(target, source, first)
     elif is_plain(target, source):
         np.copyto(_bytes(target), _bytes(source))
