@@ -31,11 +31,13 @@ class Scene:
         context: tokens of the longest sequence: 128, or as many as the model has positions.
         lengths: of the prompts, from shorter than any window to longer than any.
         answer: tokens that are generated.
+        device: of engine hf; the reference and the learner are on the CPU.
     """
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+    def __init__(self, folder: Path, dtype: str, device: str = "cpu") -> None:
         self.folder = folder
         self.dtype = dtype
+        self.device = device
         self.work = Path(tempfile.mkdtemp(prefix="cells.", dir=folder.parent))
         config = PlainModel(folder, dtype, LONGEST).module.config.get_text_config()
         positions = getattr(config, "max_position_embeddings", None) or LONGEST
@@ -63,7 +65,7 @@ class Scene:
         }
         rollout = RolloutSection.model_validate({**sizes, **section})
         config = EngineConfig(
-            str(self.folder), rollout, dtype=self.dtype, device="cpu", policy_version=0
+            str(self.folder), rollout, dtype=self.dtype, device=self.device, policy_version=0
         )
         return EngineCore(config)
 

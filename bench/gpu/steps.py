@@ -91,6 +91,8 @@ STEPS: Final = (
          ENGINE, cpu=(*TINY, "--pairs", "1")),
     Step("graphs", "engine hf with CUDA graphs against it without", "bench.gpu.graphs", ("--pairs", "1"), 50, 120,
          ("tokens_per_s_64", "ratio_64", "tokens_per_s", "ratio", "identical_tokens"), cpu=(*TINY, "--pairs", "1")),
+    Step("families", "engine hf on every model family against transformers", "bench.gpu.families", (), 60, 150,
+         ("families", "exact", "graphs")),
     Step("update", "new weights while engine hf generates", "bench.gpu.update",
          ("--pairs", "2", "--window-s", "5"), 50, 90, ("tokens_lost_share", "pause_ms", "update_ms", "tokens_per_s"),
          cpu=(*TINY, "--pairs", "1")),
