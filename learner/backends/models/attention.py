@@ -29,6 +29,8 @@ NAME: Final = "rlearner"
 _MAX_QUERIES: Final = 512
 # Of a block, 256 MiB in float32: what attention may hold in addition to its results.
 _MAX_SCORES: Final = 1 << 26
+# Keys up to which a CPU computes attention in float32.
+_SLOW_UP_TO: Final = 512
 # Arguments of transformers that change nothing in attention: queries and keys have their positions
 # already.
 _IRRELEVANT: Final = frozenset({
@@ -91,10 +93,7 @@ class SequenceAttention:
         is_local = self.pattern is not None and self.pattern.size < length
         is_plain = self.softcap is None and self.sinks is None
         if is_plain and not is_local:
-            attend = functional.scaled_dot_product_attention
-            return attend(
-                query, key, value, scale=self.scaling, is_causal=True, enable_gqa=heads != kv_heads
-            )
+            return _attend_plainly(query, key, value, scaling=self.scaling)
         # Kernels that take a mask need as many heads of keys as of queries.
         if heads != kv_heads:
             key, value = (states.repeat_interleave(heads // kv_heads, 1) for states in (key, value))
@@ -143,9 +142,25 @@ class SequenceAttention:
 
 
 def _attend_plainly(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *, scaling: float | None
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, scaling: float | None
 ) -> Tensor:
-    return functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scaling)
+    """Use torch's kernel, causally if there is no mask."""
+    # on a CPU its backward pass for bfloat16 takes more than twice as long as that for float32
+    # where sequences are short
+    is_slow = query.device.type == "cpu" and key.shape[2] <= _SLOW_UP_TO
+    dtype = query.dtype
+    if is_slow:
+        query, key, value = query.float(), key.float(), value.float()
+    attended = functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        scale=scaling,
+        is_causal=mask is None,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return attended.to(dtype)
 
 
 def compute_attention(

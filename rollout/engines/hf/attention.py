@@ -13,6 +13,7 @@ models.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,10 +62,12 @@ class SlotAttention:
         self._keys.clear()
         self._values.clear()
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copy the first ``length`` tokens of a slot to another."""
+    def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Copy the first ``length`` tokens of slots to others, none of which is among the sources."""
+        read = torch.tensor(sources, device=self.device)
+        written = torch.tensor(targets, device=self.device)
         for cache in (*self._keys.values(), *self._values.values()):
-            cache[target, :, :length] = cache[source, :, :length]
+            cache[written, :, :length] = cache[read, :, :length]
 
     def wipe(self, slot: int) -> None:
         """Zero a slot that may hold NaN: values beyond a sequence's end have weight 0, and 0 times

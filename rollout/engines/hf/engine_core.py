@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Final
 
@@ -42,11 +42,11 @@ from rollout.engines.hf.sampling import (
     sample,
     uniforms,
 )
+from rollout.engines.hf.shared_prefixes import SharedPrefixes
 from rollout.engines.stop_strings import StopStrings
 from rollout.job_queue import GenerationJob
 from rollout.scheduler import Scheduler
 
-MIN_SHARED: Final = 8  # tokens of a prompt; copying the KV of fewer costs more than computing them
 MAX_FAILURES: Final = 3  # consecutive failed passes before the engine gives up
 # replayed passes that new requests wait for at most, since a pass that reads takes as long as
 # several of them
@@ -89,9 +89,9 @@ class EngineCore:
         # rows in prefill (more than one token to run), oldest first
         self._reading: list[RequestRow] = []
         self._postponed = 0  # passes that have not read, although rows wait
-        self._shares_prompts = section.prefix_cache
-        # a running row with this prompt, computed by the current weights
-        self._prompts: dict[bytes, RequestRow] = {}
+        self._prefixes = (
+            SharedPrefixes(whole_prompts=self.model.has_states) if section.prefix_cache else None
+        )
         self._stalled = False  # whether the current weights failed their probe
         self.asleep = False  # the weights are off the device
         self._failures = 0
@@ -213,47 +213,34 @@ class EngineCore:
                 reshaping=reshaping,
             )
             self._rows[start.slot] = row
-            self._hits += start.reused
+            if self._prefixes is not None:
+                self._prefixes.add(row)
+            self._hits += row.reused
             if row.length - row.cached > 1:
                 self._reading.append(row)
-            if self._shares_prompts and row.cached < MIN_SHARED < row.length:
-                self._find_source(row, start.job.tokens.tobytes())
 
-    def _find_source(self, row: RequestRow, prompt: bytes) -> None:
-        """Let a row wait for the KV of another one with its prompt, as the requests of a group
-        have.
+    def _copy_prefixes(self) -> None:
+        """Give waiting rows the KV of their source that has been computed by now; at least the last
+        token is left, which makes logits.
         """
-        source = self._prompts.get(prompt)
-        if source is not None and self._is_usable(source, row.length - 1):
-            row.source = source
-            if source.cached < row.length - 1:
-                return  # the next ones wait for it too
-        self._prompts[prompt] = row
-
-    def _is_usable(self, source: RequestRow, length: int) -> bool:
-        """Return whether a row has, or will have, ``length`` tokens of its prompt to copy.
-
-        A recurrent state is that of all tokens before it, so it can only be copied before the row
-        goes on.
-        """
-        is_running = self._rows.get(source.job.slot) is source
-        return is_running and (source.cached <= length or not self.model.has_states)
-
-    def _copy_prompts(self) -> None:
-        """Give waiting rows the KV of their prompt that has been computed by now; the last token
-        makes logits.
-        """
-        for row in [row for row in self._reading if row.source is not None]:
-            source = row.source
-            num_tokens = row.length - 1
-            if source is None or not self._is_usable(source, num_tokens):
+        if self._prefixes is None:
+            return
+        copies = defaultdict[int, list[RequestRow]](list)
+        for row in self._reading:
+            if row.source is None:
+                continue
+            if not self._prefixes.is_usable(row.source, row.num_shared):
                 row.source = None  # ended early: computed here
-            elif source.cached >= num_tokens:
-                self.model.copy_prefix(source.job.slot, row.job.slot, num_tokens)
-                self._hits += num_tokens - row.reused
-                row.cached = row.reused = num_tokens
+            elif row.source.cached >= row.num_shared:
+                copies[row.num_shared].append(row)
+        for length, rows in copies.items():
+            sources = [row.source.slot for row in rows if row.source is not None]
+            self.model.copy_prefixes(sources, [row.slot for row in rows], length)
+            for row in rows:
+                self._hits += length - row.reused
+                row.cached = row.reused = length
                 row.source = None
-                self._reading.remove(row)
+        self._reading = [row for row in self._reading if row.length - row.cached > 1]
 
     def step(self) -> None:
         """Run one forward pass and sample one token for every row whose context is complete.
@@ -354,21 +341,22 @@ class EngineCore:
         self._stalled = False
         changed = version != self.version
         if weights_changed:
-            self._forget_prompts()
+            self._forget_prefixes()
         for job in self.scheduler.update(version, weights_changed=weights_changed):
             self._end(job, "abort", keep=False)
         if changed:
             for row in self._rows.values():
                 row.new_version(version)
 
-    def _forget_prompts(self) -> None:
+    def _forget_prefixes(self) -> None:
         """Let no row use the KV of another from now on: it is, or will be, of other weights."""
-        self._prompts.clear()
+        if self._prefixes is not None:
+            self._prefixes.clear()
         for row in self._reading:
             row.source = None
 
     def _reread(self) -> None:
-        self._forget_prompts()
+        self._forget_prefixes()
         for row in self._rows.values():
             row.cached = 0
             self.scheduler.refreshed(row.job.slot)
@@ -378,7 +366,7 @@ class EngineCore:
         """Return the rows of this pass by slot, and the tokens of each; prefill is bounded,
         decoding is not.
         """
-        self._copy_prompts()
+        self._copy_prefixes()
         if not self._reading:
             rows = [self._rows[slot] for slot in sorted(self._rows)]
             return rows, [Segment(row.job.slot, row.cached, 1) for row in rows]
@@ -392,7 +380,7 @@ class EngineCore:
         num_left = self._prefill_tokens
         for row in self._reading:
             unread = row.length - row.cached
-            if self.model.has_states and self._shares_prompts and unread > 1:
+            if self.model.has_states and self._prefixes is not None and unread > 1:
                 unread -= 1  # others copy its states at this point
             share[row.job.slot] = min(unread, num_left) if row.source is None else 0
             num_left -= share[row.job.slot]
@@ -548,8 +536,8 @@ class EngineCore:
             return
         if row in self._reading:
             self._reading.remove(row)
-        if self._prompts.get(prompt := job.tokens.tobytes()) is row:
-            del self._prompts[prompt]
+        if self._prefixes is not None and not keep:
+            self._prefixes.forget(row.slot)
         self.scheduler.finish(job.slot, row.kept() if keep else None)
         self._answer(job.request_id, row.output(reason, error))
 

@@ -90,12 +90,12 @@ class SlotModel:
         """Whether layers have recurrent states, which a prefix is only reused with at its very end."""
         return bool(self.states.layers)
 
-    def copy_prefix(self, source: int, target: int, length: int) -> None:
-        """Give a slot the first ``length`` tokens of another; all of them, if the model has
-        recurrent states.
+    def copy_prefixes(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
+        """Give slots the first ``length`` tokens of others; all of them, if the model has recurrent
+        states.
         """
-        self.attention.copy(source, target, length)
-        self.states.copy(source, target)
+        self.attention.copy(sources, targets, length)
+        self.states.copy(sources, targets)
 
     def wipe(self, slot: int) -> None:
         """Zero a slot that may hold NaN: values beyond a sequence's end have weight 0, and 0 times

@@ -213,10 +213,10 @@ class RecurrentStates:
         """Drop all states; ``allocate`` makes them again."""
         self._states.clear()
 
-    def copy(self, source: int, target: int) -> None:
-        """Copy the states of a slot to another."""
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copy the states of slots to others."""
         for states in self._states.values():
-            states[target] = states[source]
+            states[list(targets)] = states[list(sources)]
 
     def wipe(self, slot: int) -> None:
         """Zero the states of a slot."""

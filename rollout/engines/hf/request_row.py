@@ -10,7 +10,7 @@ from broker.contract.wire import FinishReason, SamplingParams
 from rollout.engines.base import GenerationOutput
 from rollout.engines.hf.logit_offsets import LogitOffsets
 from rollout.engines.stop_strings import StopStrings
-from rollout.job_queue import GenerationJob, Tokens
+from rollout.job_queue import ENDED, GenerationJob, Tokens
 
 
 class RequestRow:
@@ -21,8 +21,10 @@ class RequestRow:
         cached: leading tokens whose KV is in the slot; the others must still run.
         seed: random seed; drawn here if the request has none.
         reshaping: logit offsets; None: none.
-        source: a row that computes the same prompt, whose KV this one waits for; None: it computes
-            its own.
+        slot: where its KV is, also after it has ended, until another row starts there.
+        source: a row whose prompt begins alike, whose KV this one waits for; None: it computes its
+            own.
+        num_shared: leading tokens that it takes over from there.
     """
 
     __slots__ = (
@@ -34,10 +36,12 @@ class RequestRow:
         "job",
         "length",
         "logprobs",
+        "num_shared",
         "params",
         "reshaping",
         "reused",
         "seed",
+        "slot",
         "source",
         "tokens",
     )
@@ -48,7 +52,9 @@ class RequestRow:
     ) -> None:  # fmt: skip
         self.reshaping = reshaping
         self.source: RequestRow | None = None
+        self.num_shared = 0
         self.job = job
+        self.slot = job.slot
         self.params = params
         self.reused = reused
         self._num_prompt = self.length = len(job.tokens)
@@ -64,6 +70,11 @@ class RequestRow:
             if params.seed is None
             else params.seed & (1 << 64) - 1
         )
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether its slot may be given to another row."""
+        return self.job.slot == ENDED
 
     def add(self, token: int, logprob: float) -> FinishReason | None:
         """Append a sampled token; return the finish reason if the request ends with it."""

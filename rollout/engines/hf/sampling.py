@@ -28,6 +28,9 @@ _GOLDEN: Final = np.uint64(0x9E3779B97F4A7C15)
 _MIX1: Final = np.uint64(0xBF58476D1CE4E5B9)
 _MIX2: Final = np.uint64(0x94D049BB133111EB)
 _OFF: Final = 1 << 30  # top-k that keeps everything
+_BLOCK: Final = 128  # tokens whose probabilities are added up first
+_CACHED: Final = 1 << 19  # numbers of float32 that a CPU's caches hold, several times
+_JUST_BELOW_1: Final = 1 - 2.0**-52
 _CANDIDATES: Final = 1024  # sorted first; the whole vocabulary only if top-p or min-p keeps more
 
 
@@ -106,27 +109,33 @@ def sample(
         Tokens (n,) int64 and logprobs (n,) float32; a logprob is not finite if the row's logits are
         not.
     """
-    logits = logits.float()
-    best = logits.argmax(-1) if batch.greedy is not None else None
-    if batch.temperature is not None:
-        logits = logits / batch.temperature
-    logprobs = logits.log_softmax(-1)
-    if batch.filtered is not None and len(batch.filtered) == len(logits):
-        tokens, chosen_logprobs = _draw_filtered(logprobs, batch, uniform)
-    else:
-        tokens, chosen_logprobs = _draw(logprobs, uniform)
-        if batch.filtered is not None:
-            rows = batch.filtered
-            tokens[rows], chosen_logprobs[rows] = _draw_filtered(
-                logprobs[rows], batch, uniform[rows]
-            )
-    if batch.greedy is not None and best is not None:
-        tokens = torch.where(batch.greedy, best, tokens)
+    num_rows = len(logits)
+    tokens = torch.empty(num_rows, dtype=torch.long, device=logits.device)
+    logprobs = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    if batch.filtered is None or len(batch.filtered) < num_rows:
+        # on a CPU a few rows at a time, whose numbers stay in its caches
+        step = max(1, _CACHED // logits.shape[-1]) if logits.device.type == "cpu" else num_rows
+        for start in range(0, num_rows, step):
+            rows = slice(start, start + step)
+            scaled = _scaled(logits[rows], batch.temperature, rows)
+            tokens[rows], logprobs[rows] = _draw(scaled.log_softmax(-1), uniform[rows])
+            if batch.greedy is not None:
+                tokens[rows] = torch.where(batch.greedy[rows], scaled.argmax(-1), tokens[rows])
+    if (cut := batch.filtered) is not None:
+        scaled = _scaled(logits[cut], batch.temperature, cut)
+        tokens[cut], logprobs[cut] = _draw_filtered(scaled.log_softmax(-1), batch, uniform[cut])
+    if batch.greedy is not None:
         # 0, or NaN if the logits are not finite
-        chosen_logprobs = torch.where(
-            batch.greedy, chosen_logprobs - chosen_logprobs, chosen_logprobs
-        )
-    return tokens, chosen_logprobs
+        logprobs = torch.where(batch.greedy, logprobs - logprobs, logprobs)
+    return tokens, logprobs
+
+
+def _scaled(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None,
+    rows: torch.Tensor | slice = slice(None),
+) -> torch.Tensor:
+    return logits.float() if temperature is None else logits.float() / temperature[rows]
 
 
 def likeliest(
@@ -144,8 +153,7 @@ def likeliest(
         cut-offs exclude.
     """
     batch = SamplingBatch.of(params, logits.device)
-    logits = logits.float()
-    logprobs = (logits if batch.temperature is None else logits / batch.temperature).log_softmax(-1)
+    logprobs = _scaled(logits, batch.temperature).log_softmax(-1)
     values, tokens = logprobs.topk(k, dim=-1, sorted=True)
     if batch.filtered is not None:
         width = min(max(_CANDIDATES, batch.max_top_k, k), logprobs.shape[-1])
@@ -174,8 +182,7 @@ def probability_moved(
 
 def _distribution(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
     """Return the sampling distribution of each row, (n, vocabulary) probabilities."""
-    logits = logits.float()
-    logprobs = (logits if batch.temperature is None else logits / batch.temperature).log_softmax(-1)
+    logprobs = _scaled(logits, batch.temperature).log_softmax(-1)
     if batch.filtered is not None:
         filtered = logprobs[batch.filtered]
         candidates, order = _kept(
@@ -193,12 +200,37 @@ def _distribution(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
 
 def _draw(logprobs: torch.Tensor, uniform: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sample by inverting the cumulative distribution, in float64 to keep a long tail of small
-    probabilities.
+    probabilities: first the block of tokens, then the token in it, which adds up few numbers.
     """
-    cumulative = logprobs.exp().cumsum(-1, dtype=torch.float64)
-    target = uniform[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=logprobs.shape[-1] - 1)
+    probs = logprobs.exp()
+    if padding := -probs.shape[-1] % _BLOCK:
+        probs = torch.nn.functional.pad(probs, (0, padding))
+    blocks = probs.view(len(probs), -1, _BLOCK)
+    sums = blocks.sum(-1, dtype=torch.float64)
+    block, rest = _invert(sums, uniform[:, None] * sums.sum(-1, keepdim=True))
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].double()
+    token, _ = _invert(inside, rest)
+    # not a number: any token
+    tokens = (block * _BLOCK + token).clamp_(max=logprobs.shape[-1] - 1)
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+
+
+def _invert(masses: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the place of the first masses whose sum exceeds a target, and what of the target is
+    left for it.
+
+    Args:
+        masses: (n, m) float64, at least 0.
+        target: (n, 1) float64.
+
+    Returns:
+        Both (n, 1); the mass at the place is above 0, whatever is lost to rounding.
+    """
+    cumulative = masses.cumsum(-1)
+    below_all = cumulative[:, -1:] * _JUST_BELOW_1
+    target = target.clamp(min=0).minimum(below_all)
+    place = torch.searchsorted(cumulative, target, right=True).clamp_(max=masses.shape[-1] - 1)
+    return place, target - (cumulative - masses).gather(-1, place)
 
 
 def _draw_filtered(

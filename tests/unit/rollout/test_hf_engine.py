@@ -11,6 +11,8 @@ from typing import Any
 import hf_models as models
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from broker.contract import wire
 from broker.errors import TransferFailed, UserError
@@ -222,12 +224,76 @@ def test_a_longer_conversation_runs_only_what_is_new(qwen3: Path) -> None:
     assert_logprobs(models.load(qwen3), context, second)
 
 
-def test_another_conversation_never_sees_it(qwen3: Path) -> None:
+def test_another_conversation_copies_what_a_slot_still_holds(qwen3: Path) -> None:
     with opened(qwen3) as core:
         core.submit(models.request("1", prompt(20), conversation="c"), 0.0)
         drained(core)
         core.submit(models.request("2", prompt(20), conversation="d"), 0.0)
+        assert drained(core)["2"].prefix_hit_tokens == 19
+        core.submit(models.request("3", [*prompt(20)[:12], *prompt(9)], conversation="e"), 0.0)
+        output = drained(core)["3"]
+    assert output.prefix_hit_tokens == 12
+    assert_logprobs(models.load(qwen3), [*prompt(20)[:12], *prompt(9)], output)
+
+
+def test_a_beginning_that_prompts_share_is_computed_once(qwen3: Path) -> None:
+    system = prompt(30)
+    prompts = {str(n): [*system, *prompt(10 + n, seed=n)] for n in range(1, 5)}
+    with opened(qwen3) as core:
+        for name, context in prompts.items():
+            core.submit(models.request(name, context, max_tokens=3), 0.0)
+        outputs = drained(core)
+        assert [outputs[name].prefix_hit_tokens for name in prompts] == [0, 30, 30, 30]
+    model = models.load(qwen3)
+    for name, context in prompts.items():
+        assert_logprobs(model, context, outputs[name])
+
+
+def test_a_request_does_not_wait_for_a_small_part_of_its_prompt(qwen3: Path) -> None:
+    system = prompt(9)
+    with opened(qwen3) as core:
+        for n in (1, 2):
+            context = [*system, *prompt(20 + n, seed=n)]
+            core.submit(models.request(str(n), context, max_tokens=3), 0.0)
+        turn(core)
+        assert core.stats().generated_tokens == 2
         assert drained(core)["2"].prefix_hit_tokens == 0
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_whatever_is_shared_the_logprobs_are_those_of_the_whole_context(
+    data: st.DataObject, qwen3: Path
+) -> None:
+    """Prompts of few pieces, in few slots, with aborts and new weights in between."""
+    pieces = [prompt(length, seed=length) for length in (8, 9, 17)]
+    contexts: dict[str, list[int]] = {}
+    outputs: dict[str, GenerationOutput] = {}
+    model = models.load(qwen3)
+    tensors = models.changed(model, seed=1)
+    with opened(qwen3, max_running=3, prefill_tokens=16) as core:
+        for number in range(data.draw(st.integers(2, 9))):
+            chosen = data.draw(st.lists(st.sampled_from(pieces), min_size=1, max_size=4))
+            contexts[str(number)] = context = [token for piece in chosen for token in piece]
+            conversation = data.draw(st.sampled_from(["a", "b", str(number)]))
+            asked = models.request(
+                str(number), context, max_tokens=4, seed=number, conversation=conversation
+            )
+            core.submit(asked, 0.0)
+            turn(core, data.draw(st.integers(0, 3)))
+            if data.draw(st.integers(0, 5)) == 0:
+                core.abort(data.draw(st.sampled_from(sorted(contexts))))
+        outputs |= drained(core)
+        core.update(tensors, 1, "keep", None)
+        for name, context in contexts.items():
+            core.submit(models.request(f"{name} again", context, max_tokens=2), 0.0)
+        later = drained(core)
+    for name, output in outputs.items():
+        if len(output.token_ids):  # not aborted before
+            assert_logprobs(model, contexts[name], output)
+    model.load_state_dict(tensors, strict=False)
+    for name, context in contexts.items():
+        assert_logprobs(model, context, later[f"{name} again"])
 
 
 @pytest.mark.parametrize("prefill_tokens", [7, 4096])
