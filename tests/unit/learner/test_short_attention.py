@@ -29,6 +29,7 @@ def test_bfloat16_is_rounded_only_at_the_end(window: bool) -> None:
     (expected * weights.float()).sum().backward()
     (found * weights).sum().backward()
     for one, other in zip(exact, rounded, strict=True):
-        assert one.grad is not None and other.grad is not None
+        assert one.grad is not None
+        assert other.grad is not None
         # heads that share keys add up rounded parts
         torch.testing.assert_close(other.grad.float(), one.grad, rtol=2**-7, atol=2**-7)
