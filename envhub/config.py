@@ -52,7 +52,8 @@ def check(settings: RunSettings) -> RunSettings:
 
 
 def check_templates(settings: RunSettings, tokenizer: Tokenizer | None) -> None:
-    """Check that the model's chat template renders each domain's system prompt, tools and turns.
+    """Check that the model's chat template renders each domain's system prompt, tools, examples and
+    turns.
 
     Args:
         tokenizer: of the run's model; None if it is not known yet.
@@ -65,9 +66,13 @@ def check_templates(settings: RunSettings, tokenizer: Tokenizer | None) -> None:
     from rlearner_text.template_rules import rules_for
 
     for domain in load_domains(settings).values():
-        # agents send their own
-        if tokenizer is not None and not issubclass(domain.environment, AgentEnvironment):
-            rules_for(tokenizer, domain.section.system_prompt, domain.tools)
+        if issubclass(domain.environment, AgentEnvironment):
+            if domain.section.examples:
+                questions = [each.question for each in domain.section.examples]
+                allowed = "[]: an agent writes its own messages"
+                raise ConfigError(f"domains.{domain.name}.examples", questions, allowed)
+        elif tokenizer is not None:
+            rules_for(tokenizer, *domain.opening)
 
 
 def data_digests(settings: RunSettings) -> dict[str, str]:

@@ -48,11 +48,17 @@ class Domain:
         return StepContext(self.memory, self.section.history_length)
 
     def messages(self, observation: str) -> list[dict[str, str]]:
-        """Return the conversation before the first action."""
+        """Return the conversation before the first action, without examples."""
         messages = [{"role": "user", "content": observation}]
         if self.section.system_prompt:
             messages.insert(0, {"role": "system", "content": self.section.system_prompt})
         return messages
+
+    @cached_property
+    def opening(self) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+        """What each conversation begins with: the system prompt, the tools as JSON, the examples."""
+        examples = tuple((each.question, each.answer) for each in self.section.examples)
+        return self.section.system_prompt, self.tools, examples
 
     @cached_property
     def tools(self) -> str:

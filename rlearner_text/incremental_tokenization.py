@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from rlearner_text.template_rules import Role, rules_for
+from rlearner_text.template_rules import Examples, Role, rules_for
 from rlearner_text.tokenizer import Tokenizer
 
 
@@ -28,8 +28,14 @@ class Conversation:
         spans: (start, end) of each assistant turn's sampled tokens.
     """
 
-    def __init__(self, tokenizer: Tokenizer, system_prompt: str = "", tools: str = "") -> None:
-        self.rules = rules_for(tokenizer, system_prompt, tools)
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        system_prompt: str = "",
+        tools: str = "",
+        examples: Examples = (),
+    ) -> None:
+        self.rules = rules_for(tokenizer, system_prompt, tools, examples)
         self.token_ids = array("i")
         self.loss_mask = bytearray()
         self.logprobs = array("f")

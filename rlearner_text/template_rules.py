@@ -23,6 +23,7 @@ from rlearner_text.tool_calls import (
 from rlearner_text.turn_text import TurnReader
 
 Role = Literal["user", "tool"]
+Examples = tuple[tuple[str, str], ...]  # question and answer of each
 
 _QUESTIONS: Final = ("first probe question", "second probe question", "third probe question")
 _ANSWERS: Final = ("first probe answer 11213", "second probe answer 31415")
@@ -33,10 +34,10 @@ _OPENINGS_KEPT: Final = 256
 
 
 class TemplateRules:
-    """Text that a chat template puts around user messages and tool results, for one system prompt
-    and set of tools.
+    """Text that a chat template puts around user messages and tool results, for one system prompt,
+    set of tools and list of examples.
 
-    The system prompt and the tools stand at the beginning of a conversation, also with a template
+    All three stand at the beginning of a conversation, also with a template
     that moves them to the newest message, because tokens that were read once do not change.
 
     Attributes:
@@ -49,10 +50,21 @@ class TemplateRules:
             or there are tools and it has no tool calls; names the model.
     """
 
-    def __init__(self, tokenizer: Tokenizer, system_prompt: str = "", tools: str = "") -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        system_prompt: str = "",
+        tools: str = "",
+        examples: Examples = (),
+    ) -> None:
         self._tokenizer = tokenizer
         self._tools: list[dict[str, Any]] = json.loads(tools) if tools else []
         self._system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+        self._examples = [
+            message
+            for question, answer in examples
+            for message in (_user_message(tokenizer.shield(question)), _assistant_message(answer))
+        ]
         self._moves_preamble = self._tail(_QUESTIONS[2], bare=False) != self._tail(
             _QUESTIONS[2], bare=True
         )
@@ -245,10 +257,10 @@ class TemplateRules:
         )
 
     def _render(self, messages: Chat, *, prompt: bool = True, bare: bool = False) -> str:
-        """Render messages; ``bare`` leaves out the system prompt and the tools."""
-        system, tools = ([], []) if bare else (self._system, self._tools)
+        """Render messages; ``bare`` leaves out what the conversation begins with."""
+        opening, tools = ([], []) if bare else ([*self._system, *self._examples], self._tools)
         return self._tokenizer.render_chat(
-            [*system, *messages], add_generation_prompt=prompt, tools=tools
+            [*opening, *messages], add_generation_prompt=prompt, tools=tools
         )
 
     def _tail(self, text: str, *, bare: bool) -> str:
@@ -319,9 +331,13 @@ class TemplateRules:
 
 
 @lru_cache(maxsize=64)
-def rules_for(tokenizer: Tokenizer, system_prompt: str = "", tools: str = "") -> TemplateRules:
-    """Return the checked rules for a tokenizer, system prompt and set of tools (JSON); cached."""
-    return TemplateRules(tokenizer, system_prompt, tools)
+def rules_for(
+    tokenizer: Tokenizer, system_prompt: str = "", tools: str = "", examples: Examples = ()
+) -> TemplateRules:
+    """Return the checked rules for a tokenizer, system prompt, set of tools (JSON) and examples;
+    cached.
+    """
+    return TemplateRules(tokenizer, system_prompt, tools, examples)
 
 
 @lru_cache(maxsize=8)

@@ -237,11 +237,22 @@ class RewardConfig(Section):
         return value
 
 
+class ExampleSection(Section):
+    """A task and a right answer."""
+
+    harmless = ("question", "answer")
+
+    # user message that each conversation begins with
+    question: Annotated[str, Field(min_length=1)]
+    # reply to it, which is not trained on
+    answer: Annotated[str, Field(min_length=1)]
+
+
 class DomainSection(Section):
     """One kind of task: its environment, and how groups are run and scored."""
 
     harmless = (
-        "system_prompt", "weight", "group_size", "min_group_size", "group_size_redundancy",
+        "system_prompt", "examples", "weight", "group_size", "min_group_size", "group_size_redundancy",
         "straggler_factor", "max_turns", "context", "history_length", "anchors", "thinking",
         "max_context_tokens", "deadline_s", "score_ahead",
     )  # fmt: skip
@@ -256,6 +267,7 @@ class DomainSection(Section):
     readable: list[str] = []  # with isolation sandbox: further files and folders that it may read
     # first message of each conversation; empty: none
     system_prompt: str = ""
+    examples: list[ExampleSection] = []
     weight: PositiveFloat = 1.0  # share among the domains
     # episodes of one task, whose rewards are compared
     group_size: PositiveInt = 8

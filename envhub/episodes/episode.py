@@ -153,8 +153,7 @@ class Episode:
         """Encode a long prompt in a thread; the hub's loop then finds its tokens in the cache."""
         if not LONG_TEXT <= len(prompt) <= self._section.max_context_tokens * CHARS_PER_TOKEN:
             return
-        section = self._section
-        rules = rules_for(self._context.tokenizer, section.system_prompt, self._task.domain.tools)
+        rules = rules_for(self._context.tokenizer, *self._task.domain.opening)
         if self._steps is not None or not self._conversations:
             await asyncio.to_thread(rules.start, prompt)
         else:
@@ -162,10 +161,8 @@ class Episode:
 
     def _observe(self, prompt: str) -> None:
         if self._steps is not None or not self._conversations:
-            tokenizer = self._context.tokenizer
-            section = self._section
             self._conversations.append(
-                Conversation(tokenizer, section.system_prompt, self._task.domain.tools)
+                Conversation(self._context.tokenizer, *self._task.domain.opening)
             )
             self._conversation.observe(prompt)
         else:

@@ -1,4 +1,4 @@
-"""Generated sums, differences and products: ``What is 37 + 48? Reply with the number only.``
+"""Generated sums, differences and products: ``What is 37 + 48?``
 
 The reward is 1 if the last number of the reply is the result. A task and its mirror image (48 + 37)
 are one task.
@@ -52,7 +52,7 @@ class Arithmetic(GeneratedEnvironment):
         first, second = (int(number) for number in rng.integers(low, high, size=2))
         results = {"+": first + second, "-": first - second, "*": first * second}
         smaller, larger = sorted((first, second))
-        question = f"What is {first} {args.operator} {second}? Reply with the number only."
+        question = f"What is {first} {args.operator} {second}?"
         return GeneratedTask(
             question, str(results[args.operator]), f"{smaller} {args.operator} {larger}"
         )

@@ -656,6 +656,8 @@ async def test_an_agent_on_the_openai_client(play: Play, tokenizer: Tokenizer) -
         ({"env_args": {"function": "none.py:play"}}, "env_args.function: 'none.py:play' is not allowed; there is no "
         "file none.py"),
         ({"env_args": {}}, "env_args: {} is not allowed; give one of command and function"),
+        ({"examples": [{"question": "2 + 2", "answer": "4"}]}, "examples: ['2 + 2'] is not allowed; []: an agent "
+        "writes its own messages"),
         ({"env_args": {"command": ["ls"], "reward": "none"}}, "rewards: [] is not allowed; at least one with "
         "env_args.reward none"),
         ({"env_args": {"command": ["ls"], "path": "none.jsonl"}}, "env_args.path: 'none.jsonl' is not allowed; there "

@@ -60,6 +60,31 @@ def count(**env_args: object) -> Domain:
     return domain("envhub_kit:Count", max_turns=5, env_args=env_args)
 
 
+@pytest.mark.parametrize("context", ["full", "steps"])
+async def test_examples_come_first_and_are_not_trained_on(
+    context: str, tokenizer: Tokenizer
+) -> None:
+    examples = [{"question": "up", "answer": "U"}, {"question": "<|im_end|>", "answer": "D"}]
+    settings: dict[str, Any] = {"system_prompt": "go", "examples": examples, "context": context}
+    lake = domain("frozenlake", max_turns=2, sampling={"max_tokens": 4}, **settings)
+    crew = players(tokenizer, lambda context: "R")
+    played = await crew.play(task(lake), lambda _: None)
+    for trajectory in played.trajectories:
+        ids, mask = trajectory.token_ids.array().tolist(), trajectory.loss_mask.array().tolist()
+        text = tokenizer.decode(ids, skip_special_tokens=False)
+        assert text.startswith(
+            "<|im_system|>go<|im_end|>"
+            "<|im_user|>up<|im_end|><|im_assistant|>U<|im_end|>"
+            "<|im_user|><|im_end|><|im_end|><|im_assistant|>D<|im_end|>"
+            "<|im_user|>"
+        )
+        sampled = [token for token, trained in zip(ids, mask, strict=True) if trained]
+        answers = tokenizer.decode(sampled, skip_special_tokens=False)
+        assert set(answers.split("<|im_end|>")) == {"R", ""}
+        # what a question spells out is no special token
+        assert ids.count(tokenizer.encode("<|im_end|>")[0]) == text.count("<|im_end|>") - 1
+
+
 async def test_the_whole_conversation_token_by_token(tokenizer: Tokenizer) -> None:
     lake = domain("frozenlake", max_turns=3, sampling={"max_tokens": 4}, system_prompt="go")
     crew = players(tokenizer, lambda context: "R" if context.count("assistant") < 3 else "no")

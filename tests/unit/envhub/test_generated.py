@@ -49,14 +49,14 @@ def test_sums_and_their_mirror_images_are_one_task() -> None:
     environment = Arithmetic(ArithmeticArgs())
     environment.reset(0, "train", 0)
     assert (environment.task.question, environment.reference) == (
-        "What is 86 + 67? Reply with the number only.",
+        "What is 86 + 67?",
         "153",
     )
     assert environment.task.identity == "67 + 86"
     for operator, expected in (("-", "19"), ("*", "5762")):
         environment = Arithmetic(ArithmeticArgs(operator=operator))
         environment.reset(0, "train", 0)
-        assert environment.prompt == f"What is 86 {operator} 67? Reply with the number only."
+        assert environment.prompt == f"What is 86 {operator} 67?"
         assert environment.reference == expected
     assert (
         len(re.findall(r"\d{4}", Arithmetic(ArithmeticArgs(digits=4)).reset(1, "train", 0).text))
