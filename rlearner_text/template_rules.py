@@ -37,8 +37,8 @@ class TemplateRules:
     """Text that a chat template puts around user messages and tool results, for one system prompt,
     set of tools and list of examples.
 
-    All three stand at the beginning of a conversation, also with a template
-    that moves them to the newest message, because tokens that were read once do not change.
+    All three stand at the beginning of a conversation, also with a template that moves them to the
+    newest message, because tokens that were read once do not change.
 
     Attributes:
         end_of_turn_id: the special token that closes an assistant turn, None if the template uses

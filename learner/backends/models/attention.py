@@ -145,11 +145,10 @@ def _attend_plainly(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, scaling: float | None
 ) -> Tensor:
     """Use torch's kernel, causally if there is no mask."""
+    dtype = query.dtype
     # on a CPU its backward pass for bfloat16 takes more than twice as long as that for float32
     # where sequences are short
-    is_slow = query.device.type == "cpu" and key.shape[2] <= _SLOW_UP_TO
-    dtype = query.dtype
-    if is_slow:
+    if dtype == torch.bfloat16 and query.device.type == "cpu" and key.shape[2] <= _SLOW_UP_TO:
         query, key, value = query.float(), key.float(), value.float()
     attended = functional.scaled_dot_product_attention(
         query,
