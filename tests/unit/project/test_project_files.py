@@ -18,8 +18,10 @@ WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yaml"))
 
 
 def make_targets() -> set[str]:
-    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
-    return set(re.findall(r"^([a-z][\w-]*):", makefile, re.MULTILINE))
+    rules = "\n".join(
+        (ROOT / name).read_text(encoding="utf-8") for name in ("Makefile", "optional.mk")
+    )
+    return set(re.findall(r"^([a-z][\w-]*):", rules, re.MULTILINE))
 
 
 def steps_of(workflow: dict[str, Any]) -> Iterator[dict[str, Any]]:
