@@ -6,8 +6,10 @@ Every arm serves the same requests on the same small Qwen3 (prompts of 16-128 to
 16-128, no end token), samples at temperature 1 and returns the logprob of every sampled token. Only
 requested tokens count, not those that the static batch generates beyond a row's length. The arms
 alternate in one run; figures are medians. Then the load of the quickstart on its model: 128
-conversations of 8 turns, each 25 new tokens of context and 2 sampled ones. The last line is one
-JSON object: ratio_to_static, ratio_to_continuous, tokens_per_s, and turns_per_s.
+conversations of 8 turns, each 25 new tokens of context and 2 sampled ones. With --model the
+requests go to that model instead. The last line is one JSON object: ratio_to_static,
+ratio_to_continuous, tokens_per_s, turns_per_s, and linear_tokens_per_s: as many as if a pass were
+its linear layers alone, with a row for each request.
 """
 
 from __future__ import annotations
@@ -73,18 +75,32 @@ def make_model(folder: str, hidden: int, layers: int) -> int:
     return int(config.vocab_size)
 
 
-def load(folder: str) -> Any:
+def load(folder: str, dtype: str) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa"
+        folder, dtype=getattr(torch, dtype), attn_implementation="sdpa"
     )
     return model.eval()
 
 
-def static_arm(folder: str, requests: Requests) -> Callable[[], int]:
+def linear_tokens_per_s(folder: str, dtype: str, rows: int, repeats: int) -> float:
+    """Return rows per second of a model's linear layers, one after the other, and nothing else."""
+    layers = [m for m in load(folder, dtype).modules() if isinstance(m, torch.nn.Linear)]
+    inputs = {m.in_features: torch.randn(rows, m.in_features).to(m.weight.dtype) for m in layers}
+
+    def run() -> int:
+        with torch.inference_mode():
+            for layer in layers:
+                layer(inputs[layer.in_features])
+        return rows
+
+    return statistics.median(timed(run) for _ in range(repeats + 1))
+
+
+def static_arm(folder: str, dtype: str, requests: Requests) -> Callable[[], int]:
     """One left-padded batch, generated to the longest output; logprobs from the scores of every
     step.
     """
-    model = load(folder)
+    model = load(folder, dtype)
     longest = max(len(prompt) for prompt, _ in requests)
     ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt, _ in requests])
     mask = torch.tensor(
@@ -95,7 +111,8 @@ def static_arm(folder: str, requests: Requests) -> Callable[[], int]:
     def run() -> int:
         with torch.inference_mode():
             out = model.generate(
-                ids, attention_mask=mask, max_new_tokens=most, do_sample=True, top_k=0, pad_token_id=0,
+                ids, attention_mask=mask, min_new_tokens=most, max_new_tokens=most,
+                do_sample=True, top_k=0, pad_token_id=0,
                 output_scores=True, return_dict_in_generate=True,
             )  # fmt: skip
             logprobs = model.compute_transition_scores(
@@ -160,6 +177,8 @@ def main() -> None:
     add("--repeats", type=int, default=5)
     add("--hidden", type=int, default=256)
     add("--layers", type=int, default=4)
+    add("--model", metavar="FOLDER", help="a model instead of the generated one")
+    add("--dtype", choices=["float32", "bfloat16"], default="float32")
     add(
         "--threads",
         type=int,
@@ -171,8 +190,12 @@ def main() -> None:
     logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
     torch.set_num_threads(options.threads)
     with tempfile.TemporaryDirectory() as folder:
-        vocab_size = make_model(folder, options.hidden, options.layers)
-        figures = compare(folder, make_requests(options.requests, vocab_size), options)
+        if options.model is None:
+            vocab_size = make_model(folder, options.hidden, options.layers)
+        else:
+            vocab_size = transformers.AutoConfig.from_pretrained(options.model).vocab_size
+        requests = make_requests(options.requests, vocab_size)
+        figures = compare(options.model or folder, requests, options)
     with tempfile.TemporaryDirectory() as folder:
         build_tiny(f"{folder}/model", TinyModel())
         figures["turns_per_s"] = asyncio.run(turns_per_s(f"{folder}/model", options))
@@ -215,18 +238,18 @@ def compare(folder: str, requests: Requests, options: argparse.Namespace) -> dic
         max_running=len(requests), max_context_tokens=512, num_threads=options.threads
     )
     rates: dict[str, list[float]] = {"static": [], "continuous": [], "engine": []}
-    continuous_model = load(folder)
+    continuous_model = load(folder, options.dtype)
     generation = transformers.GenerationConfig(
         do_sample=True, top_k=0, max_new_tokens=128, eos_token_id=-1, pad_token_id=0
     )
     batching = ContinuousBatchingConfig(
         return_logprobs=True, page_size=32, num_blocks=1024, max_batch_tokens=2048
     )
-    static = static_arm(folder, requests)
+    static = static_arm(folder, options.dtype, requests)
     with asyncio.Runner() as runner, continuous_model.continuous_batching_context_manager(
         generation_config=generation, continuous_batching_config=batching, timeout=10
     ) as manager:  # fmt: skip
-        engine = HFEngine(EngineConfig(folder, section, policy_version=0))
+        engine = HFEngine(EngineConfig(folder, section, dtype=options.dtype, policy_version=0))
         runner.run(engine.start())
         continuous = continuous_arm(folder, requests, manager)
         for turn in range(options.repeats + 1):
@@ -251,6 +274,9 @@ def compare(folder: str, requests: Requests, options: argparse.Namespace) -> dic
     }
     return figures | {
         "continuous_tokens_per_s": round(median["continuous"], 1),
+        "linear_tokens_per_s": round(
+            linear_tokens_per_s(folder, options.dtype, len(requests), options.repeats), 1
+        ),
         "threads": options.threads,
     }
 

@@ -56,7 +56,7 @@ class Domain:
 
     @cached_property
     def opening(self) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-        """What each conversation begins with: the system prompt, the tools as JSON, the examples."""
+        """What conversations begin with: the system prompt, the tools as JSON, the examples."""
         examples = tuple((each.question, each.answer) for each in self.section.examples)
         return self.section.system_prompt, self.tools, examples
 

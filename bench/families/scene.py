@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ class Scene:
         device: of engine hf; the reference and the learner are on the CPU.
     """
 
-    def __init__(self, folder: Path, dtype: str, device: str = "cpu") -> None:
+    def __init__(self, folder: Path, dtype: str, device: Literal["cpu", "cuda"] = "cpu") -> None:
         self.folder = folder
         self.dtype = dtype
         self.device = device

@@ -252,9 +252,9 @@ class DomainSection(Section):
     """One kind of task: its environment, and how groups are run and scored."""
 
     harmless = (
-        "system_prompt", "examples", "weight", "group_size", "min_group_size", "group_size_redundancy",
-        "straggler_factor", "max_turns", "context", "history_length", "anchors", "thinking",
-        "max_context_tokens", "deadline_s", "score_ahead",
+        "system_prompt", "examples", "weight", "group_size", "min_group_size",
+        "group_size_redundancy", "straggler_factor", "max_turns", "context", "history_length",
+        "anchors", "thinking", "max_context_tokens", "deadline_s", "score_ahead",
     )  # fmt: skip
 
     # a name of the registry in envhub/envs, or a dotted path or file path to a class

@@ -63,7 +63,7 @@ class SlotAttention:
         self._values.clear()
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], length: int) -> None:
-        """Copy the first ``length`` tokens of slots to others, none of which is among the sources."""
+        """Copy the first ``length`` tokens of slots to others, none of which is a source."""
         read = torch.tensor(sources, device=self.device)
         written = torch.tensor(targets, device=self.device)
         for cache in (*self._keys.values(), *self._values.values()):
