@@ -27,7 +27,10 @@ EXAMPLES: Final = {
         "rlearner check runs/quick train.steps=100",
     ],
     "rlearner settings": ["rlearner settings staleness", "rlearner settings learning_rate"],
-    "rlearner new": ["rlearner new lakes     # then: cd lakes && rlearner up lakes.yaml"],
+    "rlearner new": [
+        "rlearner new lakes     # then: cd lakes && rlearner up lakes.yaml",
+        "rlearner new sums --kind qa",
+    ],
     "rlearner doctor": ["rlearner doctor", "rlearner doctor configs/code.yaml --json"],
     "rlearner plan": [
         (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import shlex
 import shutil
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any, Final
@@ -14,15 +15,14 @@ from broker.errors import UserError
 from broker.settings.arguments import add_json
 from broker.system.visible_text import visible_json
 
-# File of the project: file of the template. Git would apply a .gitignore to the template itself.
-FILES: Final = {
-    "{name}.yaml": "config.yaml",
-    "environment.py": "environment.py",
-    "reward.py": "reward.py",
-    "test_project.py": "test_project.py",
-    "README.md": "README.md",
-    ".gitignore": "gitignore",
+# What each kind of project has of its own.
+KINDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "game": ("environment.py", "reward.py"),
+    "qa": ("questions.jsonl", "reward.py"),
+    "agent": ("agent.py",),
 }
+# Git would apply a .gitignore to the template itself.
+IGNORED: Final = "runs/\n__pycache__/\n.pytest_cache/\n"
 # Stands for the project's name in the template, whose files hold braces of their own.
 PLACEHOLDER: Final = "@name@"
 
@@ -30,11 +30,18 @@ PLACEHOLDER: Final = "@name@"
 def add_parser(subparsers: Any) -> None:
     """Add ``new NAME``."""
     text = (
-        "make a project folder: a configuration, an environment, a reward and their tests, "
-        "which run at once"
+        "make a project folder that runs at once: a configuration, tests, and a game, questions "
+        "from a file or an agent program"
     )
     parser = subparsers.add_parser("new", help=text, description=text)
     parser.add_argument("name", metavar="NAME", help="of the new folder: letters, digits, _ and -")
+    parser.add_argument(
+        "--kind",
+        choices=list(KINDS),
+        default="game",
+        help="a game of several turns, questions and answers from a file, or a program that uses "
+        "OpenAI's protocol (%(default)s)",
+    )
     add_json(parser)
     parser.set_defaults(run=run_new)
 
@@ -49,7 +56,7 @@ def run_new(options: argparse.Namespace) -> int:
     folder = Path(name)
     try:
         folder.mkdir()
-        files = write_project(folder, name)
+        files = write_project(folder, name, options.kind)
     except FileExistsError:
         raise UserError(
             f"{name}: exists already, and nothing is overwritten; choose another name"
@@ -73,17 +80,22 @@ def run_new(options: argparse.Namespace) -> int:
     return 0
 
 
-def write_project(folder: Path, name: str) -> list[str]:
+def write_project(folder: Path, name: str, kind: str) -> list[str]:
     """Write the files of a project into an empty folder and return their names.
 
     Raises:
         OSError: if they cannot be written.
     """
-    template = resources.files("rlearner.new") / "project"
-    files = {path.format(name=name): source for path, source in FILES.items()}
-    for path, source in files.items():
-        text = (template / source).read_text(encoding="utf-8").replace(PLACEHOLDER, name)
+    template = resources.files("rlearner.new") / kind
+    sources = {f"{name}.yaml": "config.yaml"}
+    sources |= {file: file for file in (*KINDS[kind], "test_project.py", "README.md")}
+    texts = {
+        file: (template / source).read_text(encoding="utf-8").replace(PLACEHOLDER, name)
+        for file, source in sources.items()
+    }
+    texts[".gitignore"] = IGNORED
+    for file, text in texts.items():
         # Mode x: a file that exists is never overwritten.
-        with (folder / path).open("x", encoding="utf-8") as file:
-            file.write(text)
-    return list(files)
+        with (folder / file).open("x", encoding="utf-8") as target:
+            target.write(text)
+    return list(texts)

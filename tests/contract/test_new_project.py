@@ -1,4 +1,4 @@
-"""``rlearner new``: the project that it writes passes its own tests, and trains."""
+"""``rlearner new``: projects of each kind pass their own tests, and train."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,19 +16,33 @@ from waits import LONG_S
 
 from learner.reporting.metrics import read_lines
 from rlearner.cli import main
+from rlearner.new.cli import KINDS
 
-FILES = {"digits.yaml", "environment.py", "reward.py", "test_project.py", "README.md", ".gitignore"}
+COMMON = {"digits.yaml", "test_project.py", "README.md", ".gitignore"}
+FILES = {
+    "game": COMMON | {"environment.py", "reward.py"},
+    "qa": COMMON | {"questions.jsonl", "reward.py"},
+    "agent": COMMON | {"agent.py"},
+}
+PASSED = {"game": 4, "qa": 7, "agent": 22}
+Make = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project in an empty folder, made by the command."""
-    here = tmp_path_factory.mktemp("projects")
-    done = ran(here, "-m", "rlearner.cli", "new", "digits", "--json")
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert (found["folder"], set(found["files"])) == (str(here / "digits"), FILES)
-    return here / "digits"
+def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Makes a project of a kind in an empty folder, by the command."""
+
+    @cache
+    def project(kind: str) -> Path:
+        here = tmp_path_factory.mktemp(kind)
+        words = [] if kind == "game" else ["--kind", kind]  # the default
+        done = ran(here, "-m", "rlearner.cli", "new", "digits", *words, "--json")
+        assert done.returncode == 0, done.stderr
+        found = json.loads(done.stdout)
+        assert (found["folder"], set(found["files"])) == (str(here / "digits"), FILES[kind])
+        return here / "digits"
+
+    return project
 
 
 def ran(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
@@ -41,41 +57,70 @@ def ran(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_its_files_name_it_and_its_own_tests_pass(project: Path) -> None:
-    assert {path.name for path in project.iterdir() if path.is_file()} == FILES
-    assert not [
-        path for path in project.iterdir() if path.is_file() and "@name@" in path.read_text()
-    ]
+def test_every_kind_is_tried_here() -> None:
+    assert set(KINDS) == set(FILES) == set(PASSED)
+
+
+@pytest.mark.parametrize("kind", FILES)
+def test_its_files_name_it_and_its_own_tests_pass(kind: str, make: Make) -> None:
+    project = make(kind)
+    files = [path for path in project.iterdir() if path.is_file()]
+    assert {path.name for path in files} == FILES[kind]
+    assert [path for path in files if "@name@" in path.read_text()] == []
     assert "rlearner up digits.yaml" in (project / "README.md").read_text()
     done = ran(project, "-m", "pytest", "-q", "-p", "no:cacheprovider")
     assert done.returncode == 0, done.stdout
-    assert re.search(r"^4 passed", done.stdout, re.MULTILINE)
+    assert re.search(rf"^{PASSED[kind]} passed", done.stdout, re.MULTILINE)
 
 
-def test_a_broken_reward_fails_its_tests(project: Path, tmp_path: Path) -> None:
-    """So that a user who breaks it learns of it."""
-    for name in FILES:
-        text = (project / name).read_text()
-        (tmp_path / name).write_text(text.replace("sample.num_turns", "sample.turns"))
-    done = ran(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "turn")
+@pytest.mark.parametrize(
+    ("kind", "file", "right", "wrong", "failed"),
+    [
+        ("game", "reward.py", "sample.num_turns", "sample.turns", 1),
+        ("qa", "reward.py", "numbers[-1]", "numbers[0]", 1),
+        ("agent", "agent.py", '"Higher."', '"Up."', 16),
+    ],
+)
+def test_what_a_user_breaks_fails_its_tests(
+    kind: str, file: str, right: str, wrong: str, failed: int, make: Make, tmp_path: Path
+) -> None:
+    for name in FILES[kind]:
+        text = (make(kind) / name).read_text()
+        (tmp_path / name).write_text(text.replace(right, wrong) if name == file else text)
+    done = ran(tmp_path, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not valid")
     assert done.returncode == 1
-    assert re.search(r"^1 failed, 3 deselected", done.stdout, re.MULTILINE), done.stdout
+    assert re.search(rf"^{failed} failed", done.stdout, re.MULTILINE), done.stdout
 
 
-def test_it_trains_from_any_folder(project: Path) -> None:
-    quick = [
-        "run.name=first",
-        "warm_start.steps=2",
-        "eval.every_steps=0",
-        "train.groups_per_step=2",
-    ]
-    done = ran(
-        project.parent, "-m", "rlearner.cli", "up", "digits/digits.yaml", "train.steps=2", *quick
-    )
+@pytest.mark.parametrize(
+    ("kind", "quick", "metric"),
+    [
+        ("game", ["warm_start.steps=2"], "reward_parts/quick/turns/mean"),
+        ("qa", ["warm_start.steps=2", "algorithm.filter_zero_variance=false"], "reward_parts/right/mean"),
+        ("agent", ["algorithm.filter_zero_variance=false"], "env/guesses"),
+    ],
+)  # fmt: skip
+def test_it_trains_from_any_folder(kind: str, quick: list[str], metric: str, make: Make) -> None:
+    folder = make(kind).parent
+    words = ["run.name=first", "train.steps=2", "eval.every_steps=0", "train.groups_per_step=2"]
+    done = ran(folder, "-m", "rlearner.cli", "up", "digits/digits.yaml", *words, *quick)
     assert done.returncode == 0, done.stdout + done.stderr
-    rows = read_lines(project.parent / "runs" / "first" / "metrics.jsonl")
+    rows = read_lines(folder / "runs" / "first" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2]
-    assert rows[-1]["reward_parts/quick/turns/mean"] < 0
+    assert metric in rows[-1]
+    if kind == "game":
+        assert rows[-1][metric] < 0
+
+
+def test_an_unknown_kind_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main(["new", "digits", "--kind", "chess"])
+    assert ended.value.code == 2
+    assert "invalid choice: 'chess' (choose from" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["a b", "../up", "", ".", "a/b", "näh", "x" * 65])
@@ -108,7 +153,7 @@ def test_nothing_is_overwritten(
 def test_a_write_that_fails_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(folder: Path, name: str) -> list[str]:
+    def full(folder: Path, name: str, kind: str) -> list[str]:
         (folder / "half.py").write_text("#")
         raise OSError(28, "No space left on device")
 
