@@ -77,7 +77,7 @@ def test_its_files_name_it_and_its_own_tests_pass(kind: str, make: Make) -> None
     ("kind", "file", "right", "wrong", "failed"),
     [
         ("game", "reward.py", "sample.num_turns", "sample.turns", 1),
-        ("qa", "reward.py", "numbers[-1]", "numbers[0]", 1),
+        ("qa", "reward.py", ".lower() ==", " ==", 1),
         ("agent", "agent.py", '"Higher."', '"Up."', 16),
     ],
 )

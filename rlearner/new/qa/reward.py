@@ -1,11 +1,8 @@
 """The reward of this project: whether an answer is right."""
 
-import re
-
 from rewardhub.rewards.base import Sample
 
 
 def right(sample: Sample) -> float:
-    """Return 1 if the last number of the answer is that of the file, else 0."""
-    numbers = re.findall(r"-?\d+", sample.response)
-    return float(bool(numbers) and numbers[-1] == sample.reference)
+    """Return 1 if the answer is that of the file, in letters of any case, else 0."""
+    return float(sample.response.strip().lower() == sample.reference.lower())
