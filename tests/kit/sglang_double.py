@@ -123,6 +123,8 @@ class Double:
                 policy_version=self._version + SHIFT,
             )
         )
+        # SGLang shares prefixes only within a name space, which is a conversation here
+        self._core._prefixes = None
         self._loop = asyncio.create_task(self._step())
 
     def app(self) -> web.Application:

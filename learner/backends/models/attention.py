@@ -30,7 +30,7 @@ _MAX_QUERIES: Final = 512
 # Of a block, 256 MiB in float32: what attention may hold in addition to its results.
 _MAX_SCORES: Final = 1 << 26
 # Keys up to which a CPU computes attention in float32.
-_SLOW_UP_TO: Final = 512
+FLOAT32_KEYS: Final = 512
 # Arguments of transformers that change nothing in attention: queries and keys have their positions
 # already.
 _IRRELEVANT: Final = frozenset({
@@ -148,7 +148,7 @@ def _attend_plainly(
     dtype = query.dtype
     # on a CPU its backward pass for bfloat16 takes more than twice as long as that for float32
     # where sequences are short
-    if dtype == torch.bfloat16 and query.device.type == "cpu" and key.shape[2] <= _SLOW_UP_TO:
+    if dtype == torch.bfloat16 and query.device.type == "cpu" and key.shape[2] <= FLOAT32_KEYS:
         query, key, value = query.float(), key.float(), value.float()
     attended = functional.scaled_dot_product_attention(
         query,
