@@ -114,12 +114,12 @@ async def _publish_until_confirmed(
             if attempts > 1:
                 log.warning("%s: no confirmation within %g s; sending again", subject, timeout_s)
             link.doubt(subject, timeout_s)
+            # a process that listens to the subject takes the message although there is no stream
+            since = await _require_after_a_while(link, stream_name, subject, since)
             continue
         except NoResponders:
             link.doubt(subject)
-            if time.monotonic() - since > NO_STREAM_AFTER_S:  # no stream, or one without a leader
-                await require_stream(link, stream_name, subject)
-                since = time.monotonic()
+            since = await _require_after_a_while(link, stream_name, subject, since)
             await asyncio.sleep(0.1)
             continue
         ack = _PUB_ACK.decode(reply.data)
@@ -152,6 +152,21 @@ async def _publish_until_confirmed(
             await make_room()  # and publish at once, before others use the room
         else:
             await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+
+
+async def _require_after_a_while(
+    link: NatsLink, stream_name: str, subject: str, since: float
+) -> float:
+    """Return since when nobody has confirmed a message whose stream is known to exist: there may be
+    no stream, or one without a leader.
+
+    Raises:
+        LostState: if it does not exist.
+    """
+    if time.monotonic() - since <= NO_STREAM_AFTER_S:
+        return since
+    await require_stream(link, stream_name, subject)
+    return time.monotonic()
 
 
 async def require_stream(link: NatsLink, stream_name: str, subject: str) -> None:

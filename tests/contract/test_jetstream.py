@@ -29,6 +29,7 @@ from broker.contract.streams import (
     DEAD,
     EPISODES,
     EVALS,
+    MEMBERS,
     METRICS,
     SAMPLES,
     TICKETS,
@@ -374,6 +375,27 @@ async def test_publishing_to_a_purged_run_says_so(
     await bus.delete_streams()
     with pytest.raises(LostState, match="has no stream for"):
         await bus.publish(SAMPLES, closed(1))
+
+
+async def test_a_put_ends_if_only_listeners_take_it(
+    bus: Bus, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A broker that restarts has lost its buckets in memory. Who listens to their keys, as every
+    process does, keeps a put from failing at once, and nobody confirms it.
+    """
+    monkeypatch.setattr("broker.jetstream.publish.NO_STREAM_AFTER_S", 0.3)
+    monkeypatch.setattr("broker.jetstream.publish.CONFIRM_WITHIN_S", (0.2,))
+    bucket = bus.key_value(MEMBERS)
+    heard: list[str] = []
+    await bucket.tap(f"{bus.run}.envhub", lambda key, _: heard.append(key))
+    await bus.delete_streams()
+    key = f"{bus.run}.envhub.h1"
+    async with asyncio.timeout(20):
+        with pytest.raises(LostState, match="has no stream for"):
+            await bucket.put(key, EXAMPLES[wire.Presence])
+        assert set(heard) == {key}
+        await bus.ensure_memory()
+        assert await bucket.put(key, EXAMPLES[wire.Presence]) == 1
 
 
 # -------------------------------------------------------------------------------------------------------
