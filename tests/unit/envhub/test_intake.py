@@ -209,7 +209,7 @@ async def test_a_group_ends_with_all_episodes_in_order() -> None:
 async def test_what_failed_decides_how_a_ticket_ends(script: Script, end: Any) -> None:
     hub = Hub(script, slots=3)
     hub.deliver(1)
-    # episodes of another ticket succeed meanwhile, so that the failure is this one's own
+    # episodes of another ticket succeed in between, so that the failure is this one's own
     hub.deliver(2, size=20)
     ends = await hub.settle()
     assert sorted(ends) == [end, (2, "group", [*range(20)])]

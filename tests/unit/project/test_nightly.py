@@ -34,7 +34,9 @@ def folder(tmp_path: Path) -> Path:
     )
     make.chmod(0o755)
     identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
-    for words in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "first"]):
+    (tmp_path / "code.py").touch()
+    commit = [*identity, "commit", "-q", "-m", "first"]
+    for words in (["init", "-q"], ["add", "code.py"], commit):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
     return tmp_path
 
@@ -71,7 +73,10 @@ def test_it_goes_on_with_what_has_not_passed(folder: Path) -> None:
     code, output, asked = run(folder)
     assert (code, asked) == (0, ["hosts"])
     assert result(output)["passed"] == suites()
+    assert run(folder, "hosts")[2] == []
     assert run(folder, "hosts", AGAIN="1")[2] == ["hosts"]
+    (folder / "code.py").write_text("changed")
+    assert run(folder, "hosts")[2] == ["hosts"]
 
 
 def test_shards_are_disjoint_and_all(folder: Path) -> None:

@@ -69,7 +69,8 @@ def measured(logits: torch.Tensor, p: SamplingParams) -> tuple[torch.Tensor, tor
     ],
     ids=str,
 )
-@pytest.mark.parametrize("vocabulary", [7, 40])
+# 300: several blocks of probabilities, the last one not full, and several pieces of the batch
+@pytest.mark.parametrize("vocabulary", [7, 40, 300])
 def test_the_distribution_is_that_of_transformers(p: SamplingParams, vocabulary: int) -> None:
     logits = torch.randn(vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 2
     expected = reference(logits, p)
