@@ -223,21 +223,31 @@ def measure(folder: Path, params_m: float, steps: int, backend: str) -> dict[str
     }
 
 
-def seconds_of(metrics: Path, told: Told) -> dict[str, float]:
-    """Return what a turn takes."""
+def seconds_of(metrics: Path, told: Told) -> dict[str, float | None]:
+    """Return what a turn takes; None for what no turn showed.
+
+    The first turn, which also builds what later ones reuse, counts only if it trained every step.
+    """
     lines = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()]
-    turns = [line for line in lines[1:] if line["turns/count"] == 1]
-    names = ("turn_wait", "turn_load", "turn_offload", "train")
-    wait, load, offload, train = (median(line[f"time/{name}"] for line in turns) for name in names)
-    wake = median(told.wake_s)
-    found = {
-        "turn_s": wait + load + offload + wake,
-        "wait_s": wait,
-        "sleep_s": median(told.sleep_s),
-        "load_s": load,
+    with_turns = [line for line in lines if line["turns/count"]]
+    turns = with_turns[1:] or with_turns
+    names = ("turn_wait", "turn_load", "turn_offload")
+    found: dict[str, float | None] = {
+        name: median(line[f"time/{name}"] / line["turns/count"] for line in turns) for name in names
     }
-    found |= {"offload_s": offload, "wake_s": wake, "train_s": train, "turns": float(len(turns))}
-    return {name: round(value, 3) for name, value in found.items()}
+    found["wake"] = median(told.wake_s) if told.wake_s else None
+    known = [value for value in found.values() if value is not None]
+    found = {
+        "turn_s": sum(known) if len(known) == len(found) else None,
+        "wait_s": found["turn_wait"],
+        "sleep_s": median(told.sleep_s) if told.sleep_s else None,
+        "load_s": found["turn_load"],
+        "offload_s": found["turn_offload"],
+        "wake_s": found["wake"],
+        "train_s": median(line["time/train"] for line in lines[1:]),
+        "turns": float(sum(line["turns/count"] for line in lines)),
+    }
+    return {name: value if value is None else round(value, 3) for name, value in found.items()}
 
 
 def shares_of(shares: dict[str, tuple[float, float] | None]) -> dict[str, float | None]:
