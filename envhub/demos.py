@@ -17,7 +17,7 @@ from envhub.domain import Domain, load_domains
 from envhub.envs.base import can_demonstrate
 from envhub.servers.turn import mix
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 
 def pick_domain(settings: RunSettings, name: str | None) -> Domain:
