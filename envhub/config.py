@@ -53,13 +53,13 @@ def check(settings: RunSettings) -> RunSettings:
 
 def check_templates(settings: RunSettings, tokenizer: Tokenizer | None) -> None:
     """Check that the model's chat template renders each domain's system prompt, tools, examples and
-    turns.
+    turns, and that these leave room for an observation and an answer.
 
     Args:
         tokenizer: of the run's model; None if it is not known yet.
 
     Raises:
-        ConfigError: if it does not; names the model or its template.
+        ConfigError: if it does not; names the model, its template or the domain.
     """
     from envhub.domain import load_domains
     from envhub.envs.agent import AgentEnvironment
@@ -72,7 +72,10 @@ def check_templates(settings: RunSettings, tokenizer: Tokenizer | None) -> None:
                 allowed = "[]: an agent writes its own messages"
                 raise ConfigError(f"domains.{domain.name}.examples", questions, allowed)
         elif tokenizer is not None:
-            rules_for(tokenizer, *domain.opening)
+            length = len(rules_for(tokenizer, *domain.opening).start(""))
+            if length >= (limit := domain.section.max_context_tokens):
+                allowed = f"above {length}, the tokens of its system prompt, tools and examples"
+                raise ConfigError(f"domains.{domain.name}.max_context_tokens", limit, allowed)
 
 
 def data_digests(settings: RunSettings) -> dict[str, str]:

@@ -289,6 +289,18 @@ def test_quickstart_and_frozenlake_pass_the_check() -> None:
 
 
 QA = {"env": "qa", "rewards": [{"name": "math"}]}
+# Of the generated model's tokens: user, 60 letters, end; assistant, 27 letters, end; user, end;
+# assistant.
+LONG_EXAMPLES: dict[str, Any] = {
+    "env": "frozenlake",
+    "examples": [{"question": "U" * 60, "answer": "L" * 29}],
+    "max_context_tokens": 97,
+    "sampling": {"max_tokens": 4},
+}
+
+
+def test_examples_that_leave_room_pass_the_check() -> None:
+    check(config(domains={"d": LONG_EXAMPLES}))
 
 
 @pytest.mark.parametrize(
@@ -322,6 +334,15 @@ QA = {"env": "qa", "rewards": [{"name": "math"}]}
         (
             {"domains": {"d": {"env": "frozenlake", "max_context_tokens": 256}}},
             "domains.d.sampling.max_tokens: 256 .* less than max_context_tokens",
+        ),
+        (
+            {"domains": {"d": LONG_EXAMPLES | {"max_context_tokens": 96}}},
+            "domains.d.max_context_tokens: 96 is not allowed; above 96, the tokens of its system "
+            "prompt, tools and examples",
+        ),
+        (
+            {"domains": {"d": LONG_EXAMPLES | {"examples": [], "system_prompt": "U" * 300}}},
+            "domains.d.max_context_tokens: 97 is not allowed; above 305, the tokens of its system",
         ),
         (
             {"rollout": {"max_context_tokens": 512}},
