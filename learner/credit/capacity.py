@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import psutil
@@ -113,7 +113,15 @@ def capacity_notes(settings: RunSettings) -> list[str]:
 
 def _largest_groups(settings: RunSettings) -> list[LargestGroup]:
     estimator = settings.algorithm.adv_estimator
-    return [largest_group(name, domain, estimator) for name, domain in settings.domains.items()]
+    groups = [
+        largest_group(name, domain, estimator) for name, domain in settings.trained_domains.items()
+    ]
+    for name, domain in settings.evaluated_domains.items():
+        own = largest_group(name, domain, estimator)
+        if not domain.weight:
+            episodes = settings.eval.of_domain(domain).group_size
+            groups.append(replace(own, episodes=episodes))
+    return groups
 
 
 def _describe_shape(group: LargestGroup) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
+
+import numpy as np
 
 from broker.contract import wire
 from broker.contract.wire import ACTOR
@@ -19,39 +22,64 @@ from learner.credit.ticket_rules import task_seed
 from learner.evaluation import pass_at_k
 from learner.reporting.transcripts import Transcript
 
+QUANTILES: Final = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
+
 
 @dataclass(frozen=True)
 class TaskResult:
-    """Numeric result of one task."""
+    """Numeric result of one task; the tuples have a value for each episode."""
 
     domain: str
     task_index: int
-    successes: tuple[bool, ...]  # of each episode
-    rewards: tuple[float, ...]  # of each episode
+    successes: tuple[bool, ...]
+    rewards: tuple[float, ...]
     # oldest and newest of its sampled tokens, None if nothing was sampled
     versions: tuple[int, int] | None
+    # Empty from a file of an earlier version, like the following.
+    tokens: tuple[int, ...] = ()  # sampled ones
+    turns: tuple[int, ...] = ()
+    cut: tuple[bool, ...] = ()  # whether a turn was cut for its length
+
+    @classmethod
+    def of_group(cls, group: wire.Group) -> TaskResult:
+        """Return the result of a finished task."""
+        episodes = final_trajectories(group)
+        turns: defaultdict[int, list[wire.Turn]] = defaultdict(list)
+        for trajectory in group.trajectories:
+            turns[trajectory.episode] += trajectory.turns
+        turns_of = [turns[episode.episode] for episode in episodes]
+        return cls(
+            group.domain,
+            group.task_index,
+            successes=tuple(episode.success for episode in episodes),
+            rewards=tuple(episode.reward for episode in episodes),
+            versions=version_bounds([group]),
+            tokens=tuple(sum(turn.end - turn.start for turn in own) for own in turns_of),
+            turns=tuple(map(len, turns_of)),
+            cut=tuple(any(turn.finish_reason == "length" for turn in own) for own in turns_of),
+        )
 
 
 @dataclass(frozen=True)
 class EvaluationRow:
     """Full result of one task, kept until it is written to a file."""
 
-    domain: str
-    task_index: int
-    successes: tuple[bool, ...]
-    rewards: tuple[float, ...]
-    versions: tuple[int, int] | None  # as in ``TaskResult``
+    result: TaskResult
     first: wire.Trajectory  # the first episode; the last of its trajectories if cut into several
     frames: list[str]  # of the first episode, for a replay; empty if the environment has none
 
     def plain(self, transcript: Transcript) -> dict[str, Any]:
         """Return the row for the file, with the transcript of the first episode."""
+        result = self.result
         return {
-            "domain": self.domain,
-            "task_index": self.task_index,
-            "success": list(self.successes),
-            "reward": list(self.rewards),
-            "versions": self.versions,
+            "domain": result.domain,
+            "task_index": result.task_index,
+            "success": list(result.successes),
+            "reward": list(result.rewards),
+            "versions": result.versions,
+            "tokens": list(result.tokens),
+            "turns": list(result.turns),
+            "cut": list(result.cut),
             "prompt": transcript.prompt,
             "text": transcript.text,
             "response": self.first.response,
@@ -76,30 +104,16 @@ class Evaluation:
 
     def add(self, group: wire.Group) -> None:
         """Add the group of a finished task."""
-        trajectories = final_trajectories(group)
-        successes = tuple(trajectory.success for trajectory in trajectories)
-        rewards = tuple(trajectory.reward for trajectory in trajectories)
-        versions = version_bounds([group])
-        self.measured.append(
-            TaskResult(group.domain, group.task_index, successes, rewards, versions)
-        )
-        self.rows.append(
-            EvaluationRow(
-                group.domain,
-                group.task_index,
-                successes,
-                rewards=rewards,
-                versions=versions,
-                first=trajectories[0],
-                frames=group.frames,
-            )
-        )
+        result = TaskResult.of_group(group)
+        self.measured.append(result)
+        self.rows.append(EvaluationRow(result, final_trajectories(group)[0], group.frames))
 
     def values(self) -> dict[str, float]:
         """Return the metrics, empty without results.
 
         They are ``eval/<name>`` for the actor, with avg@k and pass@k if tasks have several
-        episodes, and ``eval/<policy>/<name>`` for another policy. Their label is ``step``.
+        episodes, and ``eval/<policy>/<name>`` for another policy. Their label is ``step``. The
+        actor's domains have more: see ``domain_figures``.
         """
         successes = [success for task in self.tries() for success in task]
         if not successes:
@@ -128,6 +142,12 @@ class Evaluation:
             f"eval/{name}": value
             for name, value in pass_at_k.pass_at_k_metrics(self.tries()).items()
         }
+        for domain in self.domains:
+            own_tasks = [task for task in self.measured if task.domain == domain]
+            values |= {
+                f"eval/domain/{domain}/{name}": value
+                for name, value in domain_figures(own_tasks).items()
+            }
         return values
 
     def ahead(self, other: Evaluation) -> dict[str, float]:
@@ -181,7 +201,7 @@ class EvaluationQueue:
     Args:
         seed: of the run.
         first_number: of the next evaluation ticket.
-        num_tasks: tasks of each domain; None: ``eval.tasks`` of each.
+        num_tasks: tasks of each domain; None: by its own section ``eval``, else ``eval.tasks``.
     """
 
     def __init__(
@@ -193,7 +213,9 @@ class EvaluationQueue:
         num_tasks: Mapping[str, int] | None = None,
     ) -> None:
         self._section = section
-        self._domains = dict(sorted(domains.items()))
+        names = sorted(domains if section.domains is None else section.domains)
+        self._domains = {name: domains[name] for name in names}
+        self._sections = {name: section.of_domain(domains[name]) for name in names}
         self._seed = seed
         self._next = first_number
         self._num_tasks = num_tasks
@@ -221,8 +243,8 @@ class EvaluationQueue:
                 eval_step=step,
                 policy=policy,
                 min_version=min_version,
-                group_size=self._section.group_size,
-                temperature=self._section.temperature,
+                group_size=self._sections[name].group_size,
+                temperature=self._sections[name].temperature,
                 deadline_s=seconds(self._domains[name].deadline_s),
             )
             for number, (name, index) in enumerate(self._tasks(), start=self._next)
@@ -287,11 +309,9 @@ class EvaluationQueue:
         """Return (domain, index) of all tasks; domains alternate, so all see similar weights."""
         counts = self._num_tasks
         if counts is None:
-            assert self._section.tasks is not None, (
-                "validation fills it in wherever tasks are measured"
-            )
-            counts = dict.fromkeys(self._domains, self._section.tasks)
-        num_rounds = max(counts.values(), default=0)
+            # Validation fills it in wherever tasks are measured.
+            counts = {name: own.tasks or 0 for name, own in self._sections.items()}
+        num_rounds = max((counts[name] for name in self._domains), default=0)
         return [
             (name, index)
             for index in range(num_rounds)
@@ -308,4 +328,32 @@ def _task_result(row: Mapping[str, Any]) -> TaskResult:
         successes=tuple(bool(success) for success in row["success"]),
         rewards=tuple(float(reward) for reward in row["reward"]),
         versions=None if versions is None else (int(versions[0]), int(versions[1])),
+        tokens=tuple(map(int, row.get("tokens", ()))),
+        turns=tuple(map(int, row.get("turns", ()))),
+        cut=tuple(map(bool, row.get("cut", ()))),
     )
+
+
+def domain_figures(tasks: Sequence[TaskResult]) -> dict[str, float]:
+    """Return the actor's metrics of a domain in addition to its success rate.
+
+    They are the mean and quantiles of rewards and lengths, the share of episodes with a cut turn,
+    the mean of turns, and avg@k and pass@k.
+    """
+    values = pass_at_k.pass_at_k_metrics([task.successes for task in tasks])
+    columns: dict[str, list[float]] = {
+        "reward": [reward for task in tasks for reward in task.rewards],
+        "episode_tokens": [num_tokens for task in tasks for num_tokens in task.tokens],
+    }
+    for name, column in columns.items():
+        if column:
+            levels = np.quantile(column, list(QUANTILES.values()))
+            values[f"{name}_mean"] = statistics.fmean(column)
+            values |= {
+                f"{name}_{quantile}": float(level)
+                for quantile, level in zip(QUANTILES, levels, strict=True)
+            }
+    if turns := [num_turns for task in tasks for num_turns in task.turns]:
+        values["num_turns"] = statistics.fmean(turns)
+        values["clip_ratio"] = statistics.fmean(is_cut for task in tasks for is_cut in task.cut)
+    return values
