@@ -254,9 +254,9 @@ class DomainEvalSection(Section):
 
     harmless = ("tasks", "group_size", "temperature")
 
-    tasks: PositiveInt | None = None
+    tasks: PositiveInt | None = None  # null: as in eval, like the following
     group_size: PositiveInt | None = None  # episodes per task
-    temperature: NonNegativeFloat | None = None  # of sampling; the rest is as in ``sampling``
+    temperature: NonNegativeFloat | None = None  # the rest of sampling is the domain's
 
 
 class DomainSection(Section):

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
-
-import numpy as np
+from typing import Any
 
 from broker.contract import wire
 from broker.contract.wire import ACTOR
@@ -17,47 +14,10 @@ from broker.settings.config import DomainSection
 from broker.settings.timeouts import seconds
 from learner.algorithm.episodes import final_trajectories
 from learner.config import EvalSection
-from learner.credit.record_intake import version_bounds
 from learner.credit.ticket_rules import task_seed
 from learner.evaluation import pass_at_k
+from learner.evaluation.task_results import TaskResult, domain_figures
 from learner.reporting.transcripts import Transcript
-
-QUANTILES: Final = {"p10": 0.1, "p50": 0.5, "p90": 0.9}
-
-
-@dataclass(frozen=True)
-class TaskResult:
-    """Numeric result of one task; the tuples have a value for each episode."""
-
-    domain: str
-    task_index: int
-    successes: tuple[bool, ...]
-    rewards: tuple[float, ...]
-    # oldest and newest of its sampled tokens, None if nothing was sampled
-    versions: tuple[int, int] | None
-    # Empty from a file of an earlier version, like the following.
-    tokens: tuple[int, ...] = ()  # sampled ones
-    turns: tuple[int, ...] = ()
-    cut: tuple[bool, ...] = ()  # whether a turn was cut for its length
-
-    @classmethod
-    def of_group(cls, group: wire.Group) -> TaskResult:
-        """Return the result of a finished task."""
-        episodes = final_trajectories(group)
-        turns: defaultdict[int, list[wire.Turn]] = defaultdict(list)
-        for trajectory in group.trajectories:
-            turns[trajectory.episode] += trajectory.turns
-        turns_of = [turns[episode.episode] for episode in episodes]
-        return cls(
-            group.domain,
-            group.task_index,
-            successes=tuple(episode.success for episode in episodes),
-            rewards=tuple(episode.reward for episode in episodes),
-            versions=version_bounds([group]),
-            tokens=tuple(sum(turn.end - turn.start for turn in own) for own in turns_of),
-            turns=tuple(map(len, turns_of)),
-            cut=tuple(any(turn.finish_reason == "length" for turn in own) for own in turns_of),
-        )
 
 
 @dataclass(frozen=True)
@@ -70,16 +30,8 @@ class EvaluationRow:
 
     def plain(self, transcript: Transcript) -> dict[str, Any]:
         """Return the row for the file, with the transcript of the first episode."""
-        result = self.result
         return {
-            "domain": result.domain,
-            "task_index": result.task_index,
-            "success": list(result.successes),
-            "reward": list(result.rewards),
-            "versions": result.versions,
-            "tokens": list(result.tokens),
-            "turns": list(result.turns),
-            "cut": list(result.cut),
+            **self.result.plain(),
             "prompt": transcript.prompt,
             "text": transcript.text,
             "response": self.first.response,
@@ -261,7 +213,7 @@ class EvaluationQueue:
             KeyError, TypeError, ValueError: if a row is not as ``EvaluationRow.plain`` makes it.
         """
         evaluation = Evaluation(step, policy, waiting=set(), moved_s=0.0)
-        evaluation.measured = [_task_result(row) for row in rows]
+        evaluation.measured = [TaskResult.of_row(row) for row in rows]
         if num_missing := len(self._tasks()) - len(evaluation.measured):
             evaluation.closed["unknown"] = max(0, num_missing)
         return evaluation
@@ -318,42 +270,3 @@ class EvaluationQueue:
             for name in self._domains
             if index < counts[name]
         ]
-
-
-def _task_result(row: Mapping[str, Any]) -> TaskResult:
-    versions = row["versions"]
-    return TaskResult(
-        str(row["domain"]),
-        int(row["task_index"]),
-        successes=tuple(bool(success) for success in row["success"]),
-        rewards=tuple(float(reward) for reward in row["reward"]),
-        versions=None if versions is None else (int(versions[0]), int(versions[1])),
-        tokens=tuple(map(int, row.get("tokens", ()))),
-        turns=tuple(map(int, row.get("turns", ()))),
-        cut=tuple(map(bool, row.get("cut", ()))),
-    )
-
-
-def domain_figures(tasks: Sequence[TaskResult]) -> dict[str, float]:
-    """Return the actor's metrics of a domain in addition to its success rate.
-
-    They are the mean and quantiles of rewards and lengths, the share of episodes with a cut turn,
-    the mean of turns, and avg@k and pass@k.
-    """
-    values = pass_at_k.pass_at_k_metrics([task.successes for task in tasks])
-    columns: dict[str, list[float]] = {
-        "reward": [reward for task in tasks for reward in task.rewards],
-        "episode_tokens": [num_tokens for task in tasks for num_tokens in task.tokens],
-    }
-    for name, column in columns.items():
-        if column:
-            levels = np.quantile(column, list(QUANTILES.values()))
-            values[f"{name}_mean"] = statistics.fmean(column)
-            values |= {
-                f"{name}_{quantile}": float(level)
-                for quantile, level in zip(QUANTILES, levels, strict=True)
-            }
-    if turns := [num_turns for task in tasks for num_turns in task.turns]:
-        values["num_turns"] = statistics.fmean(turns)
-        values["clip_ratio"] = statistics.fmean(is_cut for task in tasks for is_cut in task.cut)
-    return values

@@ -23,7 +23,8 @@ from learner.config import AlgorithmSection, EvalSection, TrainSection
 from learner.credit.capacity import capacity_notes
 from learner.credit.ledger import Ledger, RulesUpdate
 from learner.credit.ticket_rules import next_domain, rules_of
-from learner.evaluation.evaluation import Evaluation, EvaluationQueue, domain_figures
+from learner.evaluation.evaluation import Evaluation, EvaluationQueue
+from learner.evaluation.task_results import domain_figures
 from learner.reporting.transcripts import Transcript
 
 WEIGHTS = st.dictionaries(
