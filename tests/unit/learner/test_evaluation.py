@@ -20,12 +20,14 @@ from envhub.config import num_eval_tasks
 from envhub.demos import pick_domain
 from learner.algorithm_checks import check_algorithm
 from learner.config import AlgorithmSection, EvalSection, TrainSection
-from learner.credit.capacity import capacity_notes
+from learner.credit.capacity import capacity_notes, check_groups
 from learner.credit.ledger import Ledger, RulesUpdate
 from learner.credit.ticket_rules import next_domain, rules_of
 from learner.evaluation.evaluation import Evaluation, EvaluationQueue
 from learner.evaluation.task_results import domain_figures
 from learner.reporting.transcripts import Transcript
+from learner.resume_checks import _refuse_domains
+from rlearner.evaluate.tasks import task_counts
 
 WEIGHTS = st.dictionaries(
     st.sampled_from("abcde"), st.sampled_from([0, 0, 0.5, 1, 3]), min_size=1
@@ -340,3 +342,31 @@ def test_time_and_room_of_a_domain_of_weight_0_follow_its_evaluation() -> None:
     assert lines[1].startswith("domains.sokoban: a group takes at most")
     assert "2 episodes of 4,096 tokens" in lines[1]
     assert lines[2].startswith("a step takes at most 6.59 MiB")
+
+
+def test_evaluated_groups_must_fit_a_message() -> None:
+    large = {"eval": {"group_size": 1_000_000}}
+    with pytest.raises(
+        ConfigError, match=r"domains\.lake\.max_context_tokens: 4096 .*1000000 epis"
+    ):
+        check_groups(config(domains={"lake": lake(**large)}, eval={"every_steps": 5}))
+    check_groups(config(domains={"lake": lake(**large), "sea": lake()}, eval={"domains": ["sea"]}))
+
+
+def test_a_run_does_not_continue_with_none_of_the_domains_that_it_trained() -> None:
+    """Without --force; that all of its domains are still evaluated does not count."""
+    old_config = config().to_plain()
+    swapped = {"lake": lake(weight=0), "sokoban": lake(env="sokoban")}
+    with pytest.raises(ConfigError, match=r"domains: 'sokoban' .* has trained lake: keep one of"):
+        _refuse_domains(old_config, config(domains=swapped), force=False)
+    _refuse_domains(old_config, config(domains=swapped), force=True)
+    both = {"lake": lake(), "sokoban": lake(env="sokoban")}
+    _refuse_domains(old_config, config(domains=both), force=False)
+
+
+def test_the_eval_command_measures_what_a_run_would() -> None:
+    domains = {"lake": lake(), "sokoban": lake(env="sokoban", weight=0, eval={"tasks": 3})}
+    settings = config(domains=domains, eval={"tasks": 5})
+    assert task_counts(settings, {}) == {"lake": 5, "sokoban": 3}
+    alone = settings.with_values("eval", domains=["sokoban"])
+    assert task_counts(alone, {}) == {"sokoban": 3}
