@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from broker.errors import ConfigError, DataError
 from broker.settings.config import DomainSection, Section, shows_anchors, takes_steps
@@ -47,12 +48,16 @@ class Domain:
             return None
         return StepContext(self.memory, self.section.history_length)
 
-    def messages(self, observation: str) -> list[dict[str, str]]:
-        """Return the conversation before the first action, without examples."""
-        messages = [{"role": "user", "content": observation}]
-        if self.section.system_prompt:
-            messages.insert(0, {"role": "system", "content": self.section.system_prompt})
-        return messages
+    def messages(self, observation: str) -> list[dict[str, Any]]:
+        """Return the conversation before the first action; weight 0: answers not to train on."""
+        system_prompt = self.section.system_prompt
+        messages: list[dict[str, Any]] = []
+        if system_prompt:
+            messages.append({"role": "system", "content": system_prompt})
+        for example in self.section.examples:
+            messages.append({"role": "user", "content": example.question})
+            messages.append({"role": "assistant", "content": example.answer, "weight": 0})
+        return [*messages, {"role": "user", "content": observation}]
 
     @cached_property
     def opening(self) -> tuple[str, str, tuple[tuple[str, str], ...]]:

@@ -16,7 +16,7 @@ from rlearner_text.data_rows import Row, read_rows
 from rlearner_text.supervised_masks import check_messages, encode_supervised
 from rlearner_text.tokenizer import Tokenizer
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True)

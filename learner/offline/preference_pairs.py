@@ -9,7 +9,7 @@ from broker.errors import ConfigError, DataError
 from learner.offline.data import Messages, TokenizedExample, join_conversation
 from learner.offline.unusable_rows import UnusableRows
 from rlearner_text.data_rows import Row, read_rows
-from rlearner_text.supervised_masks import encode_supervised
+from rlearner_text.supervised_masks import encode_supervised, is_trained
 from rlearner_text.tokenizer import Tokenizer
 
 
@@ -88,7 +88,7 @@ def _read_conversations(row: Row) -> tuple[Messages, Messages, int]:
 def _encode_example(tokenizer: Tokenizer, messages: Messages, num_shared: int) -> TokenizedExample:
     """Return the conversation, with the assistant's turns in the first ``shared`` masked."""
     token_ids, mask = encode_supervised(tokenizer, messages)
-    turns = sum(message["role"] == "assistant" for message in messages[:num_shared])
+    turns = sum(map(is_trained, messages[:num_shared]))
     for index, value in enumerate(mask):
         if turns == 0 and value:
             break

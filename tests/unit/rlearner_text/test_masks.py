@@ -9,6 +9,7 @@ import pytest
 from template_models import make_tokenizer_folder
 
 from rlearner_text.config import TinyModel
+from rlearner_text.incremental_tokenization import Conversation
 from rlearner_text.supervised_masks import check_messages, encode_supervised
 from rlearner_text.tiny import _write_tokenizer
 from rlearner_text.tokenizer import Tokenizer
@@ -45,6 +46,36 @@ def test_trained_tokens_spell_the_answers(family: str, tmp_path: Path) -> None:
     assert sum(mask) == len(tokenizer.encode("U")) + len(tokenizer.encode("DR")) + 2
 
 
+def test_answers_of_weight_0_are_shown_and_not_trained(tmp_path: Path) -> None:
+    _write_tokenizer(tmp_path, TinyModel())
+    tokenizer = Tokenizer.load(tmp_path)
+    shown = [{**message, "weight": 0} for message in (CHAT[2], CHAT[4])]
+    system, first, _, second, last = CHAT
+    ids, mask = encode_supervised(tokenizer, [system, first, shown[0], second, last])
+    assert ids == encode_supervised(tokenizer, CHAT)[0]
+    assert mask == [0] * (len(ids) - 3) + [1, 1, 1]
+    assert encode_supervised(tokenizer, [system, first, shown[0], second, shown[1]]) == (
+        ids,
+        [0] * len(ids),
+    )
+    later = [*CHAT[:3], second, shown[1], first, CHAT[2]]
+    ids, mask = encode_supervised(tokenizer, later)
+    assert tokenizer.decode([i for i, m in zip(ids, mask, strict=True) if m]) == "UU"
+    assert check_messages([system, {**first, "weight": None}, {**CHAT[2], "weight": 1}])
+
+
+@pytest.mark.parametrize("family", ["qwen2", "llama3", "gemma", "plain"])
+def test_the_first_answers_of_weight_0_are_encoded_as_examples(family: str, tmp_path: Path) -> None:
+    tokenizer = Tokenizer.load(make_tokenizer_folder(tmp_path / family, family))
+    rollout = Conversation(tokenizer, examples=(("ab", "U"),))
+    rollout.observe("c")
+    messages = [CHAT[1], {**CHAT[2], "weight": 0}, *CHAT[3:]]
+    ids, mask = encode_supervised(tokenizer, messages)
+    assert ids[: len(rollout)] == list(rollout.token_ids)
+    assert not any(mask[: len(rollout)])
+    assert all(mask[len(rollout) :])
+
+
 @pytest.mark.parametrize(
     ("messages", "problem"),
     [
@@ -52,6 +83,8 @@ def test_trained_tokens_spell_the_answers(family: str, tmp_path: Path) -> None:
         ([], "not a list"),
         (["hi"], "message 0 is not an object"),
         ([{"role": "user"}], "message 0 is not an object with exactly the keys"),
+        ([{**CHAT[1], "weight": 0}], "message 0: weight is 0 or 1, of an assistant's"),
+        ([CHAT[1], {**CHAT[2], "weight": 2}], "message 1: weight is 0 or 1, of an assistant's"),
         ([{"role": "user", "content": 3}], "message 0: role and content must be texts"),
         (
             [{"role": "assistant", "content": "x"}],
