@@ -15,7 +15,7 @@ from broker.errors import RlearnerError
 from broker.system.workers import fault, limits, line
 from rewardhub import protocol
 from rewardhub.rewards import loading
-from rewardhub.rewards.base import NoScore, ResponseFault, check_scored, score_of_fault
+from rewardhub.rewards.base import NoScore, ResponseFault, Score, check_scored, score_of_fault
 
 
 class RewardHost:
@@ -25,7 +25,7 @@ class RewardHost:
         self._reader = reader
         self._writer = writer
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._score: loading.Score | None = None
+        self._score: Score | None = None
 
     async def serve(self) -> None:
         """Answer requests until the hub closes the connection."""

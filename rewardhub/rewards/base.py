@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ClassVar, Final, Protocol
 
 import msgspec
@@ -21,6 +21,15 @@ class Scored(msgspec.Struct, frozen=True):
     notes: dict[str, float] = {}  # by name; shown as ``<reward>/<name>``
 
 
+class SampleTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of the policy."""
+
+    message: int  # index of its message among the sample's messages
+    reward: float  # from the environment, and from rewards of earlier pools with a score per turn
+    valid: bool  # whether the text parsed to an action
+    num_tokens: int  # tokens that the policy sampled
+
+
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
     """One episode, as a reward sees it."""
 
@@ -36,6 +45,14 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     num_turns: int  # turns the policy took in the episode
     num_tokens: int  # tokens the policy sampled in them
     metrics: dict[str, float]  # numbers from the environment
+    # The task's row in its data set, as JSON values by column; empty without a data set.
+    row: dict[str, Any] = {}
+    # The whole conversation in OpenAI's form, with the tool calls and their results.
+    messages: list[dict[str, Any]] = []
+    turns: list[SampleTurn] = []  # of the policy, in order
+
+
+Score = Callable[[Sample], object]
 
 
 class RewardProtocol(Protocol):
