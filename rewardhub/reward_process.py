@@ -55,11 +55,13 @@ class RewardHost:
                 await self._load(request)
                 return protocol.ScoreReply(None)
             assert self._score is not None, "asked before it was loaded"
+            num_turns = request.sample.num_turns
             try:
                 value = self._score(request.sample)
-                scored = check_scored(await value if inspect.isawaitable(value) else value)
+                value = await value if inspect.isawaitable(value) else value
+                scored = check_scored(value, num_turns)
             except ResponseFault as response:
-                scored = score_of_fault(response)
+                scored = score_of_fault(response, num_turns)
             return protocol.ScoreReply(scored.value, notes=scored.notes)
         except (RlearnerError, NoScore) as error:
             return protocol.ScoreFailureReply(line.clean(f"{request.name}: {error}"), retry=False)

@@ -12,6 +12,7 @@ import msgspec
 from broker.contract import wire
 from broker.settings.config import DomainSection, RewardConfig
 from broker.system.workers.fault import TracebackLog
+from rewardhub.episode_samples import sample_of
 from rewardhub.routing import (
     Action,
     CloseAction,
@@ -19,7 +20,6 @@ from rewardhub.routing import (
     GroupScoring,
     ScoreAction,
     find_refusal,
-    sample_of,
 )
 from rewardhub.score_dispatcher import ScoreDispatcher
 from rewardhub.worker_pool import NoWorkerError, ScoreError

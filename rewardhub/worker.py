@@ -79,8 +79,8 @@ class RewardWorker:
             if inspect.isawaitable(value):
                 value = self._loop.run(_await_value(value))
         except ResponseFault as response:
-            return score_of_fault(response)
-        return check_scored(value)
+            return score_of_fault(response, sample.num_turns)
+        return check_scored(value, sample.num_turns)
 
 
 async def _await_value(value: Awaitable[object]) -> object:

@@ -20,6 +20,7 @@ from envhub.agents.result import AgentResult, BadResult, read
 from envhub.agents.session import AgentSession, SessionContext
 from envhub.envs import agent as agent_env
 from envhub.envs.agent import AgentArgs
+from envhub.envs.plain_row import fitting_columns
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
 from envhub.workers.sandboxed import sandboxed_command, sandboxed_start
 from rlearner_text.openai import api_keys
@@ -99,9 +100,12 @@ class AgentRunner:
         prompt, reference = (
             agent_env.text_of(args, row, column) for column in (args.prompt, args.answer)
         )
-        return _make_result(
+        episode = _make_result(
             task, session, result, prompt=prompt, reference=reference, env_step_s=env_step_s
         )
+        if row is not None and task.domain.sends_messages:
+            episode.row = fitting_columns(row)
+        return episode
 
     def _task_line(self, task: EpisodeTask, row: object) -> str:
         fields: dict[str, object] = {

@@ -10,8 +10,8 @@ import msgspec
 
 from broker.settings.config import Section
 
-# A number, or the number of each part; parts add up to the reward.
-Value = float | dict[str, float]
+# A number, or the number of each part or of each turn; these add up to the reward.
+Value = float | dict[str, float] | list[float]
 
 
 class Scored(msgspec.Struct, frozen=True):
@@ -110,7 +110,7 @@ class InvalidScoreError(NoScore):
     """A reward returned something that is not a finite number."""
 
 
-def check_scored(value: object) -> Scored:
+def check_scored(value: object, num_turns: int) -> Scored:
     """Return a reward's result as plain floats.
 
     Raises:
@@ -118,30 +118,48 @@ def check_scored(value: object) -> Scored:
     """
     if isinstance(value, Scored):
         return Scored(
-            check_value(value.value), _check_numbers(value.notes, "note") if value.notes else {}
+            check_value(value.value, num_turns),
+            _check_numbers(value.notes, "note") if value.notes else {},
         )
-    return Scored(check_value(value))
+    return Scored(check_value(value, num_turns))
 
 
-def score_of_fault(fault: ResponseFault) -> Scored:
+def score_of_fault(fault: ResponseFault, num_turns: int) -> Scored:
     """Return the reward of a response that is at fault.
 
     Raises:
         InvalidScoreError: as in ``check_scored``.
     """
-    return check_scored(Scored(fault.value, {fault.note: 1.0}))
+    return check_scored(Scored(fault.value, {fault.note: 1.0}), num_turns)
 
 
-def check_value(value: object) -> Value:
+def check_value(value: object, num_turns: int) -> Value:
     """Return the value as plain floats.
 
+    Args:
+        num_turns: turns of the episode.
+
     Raises:
-        InvalidScoreError: if it is neither a finite number nor a mapping of names to finite
-            numbers.
+        InvalidScoreError: if it is neither a finite number, nor a mapping of names to finite
+            numbers, nor a list of one finite number for each turn.
     """
     if isinstance(value, Mapping):
         return _check_numbers(value, "part")
-    return _check_number(value, "the reward")
+    if not isinstance(value, (list, tuple)) and getattr(value, "ndim", 0) != 1:
+        return _check_number(value, "the reward")
+    scores: list[object] = list(value)  # type: ignore[call-overload]  # also an array
+    if len(scores) != num_turns:
+        raise InvalidScoreError(
+            f"a reward of turns needs a number for each of the {num_turns} turns, got {len(scores)}"
+        )
+    return [_check_number(score, f"turn {turn}") for turn, score in enumerate(scores)]
+
+
+def total_value(value: Value) -> float:
+    """Return the reward that parts or turns add up to."""
+    if isinstance(value, dict):
+        return sum(value.values())
+    return sum(value) if isinstance(value, list) else value
 
 
 def _check_numbers(value: Mapping[Any, object], noun: str) -> dict[str, float]:

@@ -125,7 +125,7 @@ def test_trl_results_other_than_a_list_of_numbers() -> None:
         return 1.0
 
     assert score(skips, make_sample()) == Scored(0.0, {"not_applicable": 1.0})
-    assert check_scored(score(makes_array, make_sample())) == Scored(0.25)
+    assert check_scored(score(makes_array, make_sample()), 1) == Scored(0.25)
     with pytest.raises(NoScore, match="2 numbers for 1 completion"):
         score(returns_two, make_sample())
     with pytest.raises(NoScore, match="a list of one number for each completion, not float"):
@@ -165,7 +165,7 @@ def test_verl_form_returns_a_number_or_a_mapping() -> None:
         "extra_info": {"index": 7, "num_turns": 1, "rollout_reward_scores": {"env": 0.5}},
     }
     # without such columns: the domain's name and the reference
-    assert check_scored(score(number, make_sample(row={}))) == Scored(1.0)
+    assert check_scored(score(number, make_sample(row={})), 1) == Scored(1.0)
     with pytest.raises(NoScore, match="needs 'score'; it has acc"):
         score(no_score, make_sample())
 

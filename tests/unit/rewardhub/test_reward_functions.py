@@ -70,13 +70,26 @@ def test_what_is_no_number_is_said_plainly(name: str, detail: str, retry: bool) 
 
 
 def test_values() -> None:
-    assert check_value(True) == 1.0
-    assert check_value(np.float32(0.5)) == 0.5
-    assert check_value(np.array(2.0)) == 2.0
-    assert check_value({"a": 1, "b": np.int64(-2)}) == {"a": 1.0, "b": -2.0}
-    for bad in ({}, {"": 1.0}, {1: 1.0}, [1.0], np.array([1.0, 2.0]), 1j, "1", b"1", 10**400):
+    assert check_value(True, 2) == 1.0
+    assert check_value(np.float32(0.5), 2) == 0.5
+    assert check_value(np.array(2.0), 2) == 2.0
+    assert check_value({"a": 1, "b": np.int64(-2)}, 2) == {"a": 1.0, "b": -2.0}
+    assert check_value([1, np.float32(0.5)], 2) == [1.0, 0.5]
+    assert check_value(np.array([1.0, 2.0]), 2) == [1.0, 2.0]
+    for bad in (
+        {},
+        {"": 1.0},
+        {1: 1.0},
+        [1.0],
+        np.array([1.0, 2.0, 3.0]),
+        ["1", "2"],
+        1j,
+        "1",
+        b"1",
+        10**400,
+    ):
         with pytest.raises(InvalidScoreError):
-            check_value(bad)
+            check_value(bad, 2)
 
 
 def test_a_dotted_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,11 +254,11 @@ def test_soft_overlong_punishment(tokens: int, value: float) -> None:
 
 def test_notes_go_with_a_value_and_are_numbers_too() -> None:
     assert answer("noted") == protocol.ScoreReply(2.0, notes={"tokens": 7.0})
-    assert check_scored(base.Scored({"a": 1, "b": 2}, {"c": np.float32(0.5)})) == base.Scored(
+    assert check_scored(base.Scored({"a": 1, "b": 2}, {"c": np.float32(0.5)}), 1) == base.Scored(
         {"a": 1.0, "b": 2.0}, {"c": 0.5}
     )
     with pytest.raises(InvalidScoreError, match="note 'x' must be finite, got nan"):
-        check_scored(base.Scored(1.0, {"x": float("nan")}))
+        check_scored(base.Scored(1.0, {"x": float("nan")}), 1)
 
 
 def test_labels_are_short_and_no_two_alike() -> None:
