@@ -10,8 +10,12 @@ from broker.contract import wire
 from rewardhub.rewards.base import Sample, SampleTurn
 
 
-def sample_of(group: wire.Group, trajectory: wire.Trajectory) -> Sample:
-    """Return the sample of the episode that this trajectory ends."""
+def sample_of(group: wire.Group, trajectory: wire.Trajectory, max_turns: int = 1) -> Sample:
+    """Return the sample of the episode that this trajectory ends.
+
+    Args:
+        max_turns: of the domain.
+    """
     parts = [part for part in group.trajectories if part.episode == trajectory.episode]
     turns = [turn for part in parts for turn in part.turns]
     messages = [message for part in parts for message in part.messages]
@@ -26,6 +30,7 @@ def sample_of(group: wire.Group, trajectory: wire.Trajectory) -> Sample:
         success=trajectory.success,
         end=trajectory.end,
         num_turns=len(turns),
+        max_turns=max_turns,
         num_tokens=sum(turn.end - turn.start for turn in turns),
         metrics=trajectory.metrics,
         row=group.row,
@@ -34,11 +39,12 @@ def sample_of(group: wire.Group, trajectory: wire.Trajectory) -> Sample:
     )
 
 
-def sample_of_request(request: wire.EpisodeScoreRequest) -> Sample:
+def sample_of_request(request: wire.EpisodeScoreRequest, max_turns: int = 1) -> Sample:
     """Return the sample that the episode's group will hold."""
-    names = set(Sample.__struct_fields__) - {"messages", "turns"}
+    names = set(Sample.__struct_fields__) - {"messages", "turns", "max_turns"}
     return Sample(
         **{name: getattr(request, name) for name in names},
+        max_turns=max_turns,
         messages=[message.plain() for message in request.messages],
         turns=_sample_turns(request.turns, request.messages),
     )

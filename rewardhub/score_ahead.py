@@ -96,7 +96,7 @@ class AheadScorer:
         mine = {index: reward for index, reward in enumerate(rewards) if reward.pool == pool}
         if not self._takes(pool) or not self._scorers.has_room(list(mine.values()), self._promised):
             return BUSY
-        sample = sample_of_request(request)
+        sample = sample_of_request(request, domains[request.domain].max_turns)
         promised = list(mine.values())
         self._promised += promised
         ticket = request.ticket if request.eval_step < 0 else 0

@@ -191,7 +191,13 @@ def _make_result(
     sampled = sum(turn.end - turn.start for sample in samples for turn in sample.turns)
     if (untrained := sampled - sum(sample.loss_mask.count(1) for sample in samples)) > 0:
         metrics["reshaped_share"] = untrained / sampled
-    trajectories = [_make_trajectory(task, session, sample, result, reward) for sample in samples]
+    trajectories = []
+    num_turns = 0
+    for sample in samples:
+        trajectory = _make_trajectory(task, session, sample, result, reward)
+        messages = session.messages_of(sample, num_turns)
+        trajectories.append(msgspec.structs.replace(trajectory, messages=messages))
+        num_turns += len(sample.turns)
     response = result.response
     if response is None:
         response = session.record.last_response

@@ -111,4 +111,5 @@ async def _play_episode(
         "row": row,
         "messages": [message.plain() for message in log.messages],
         "turns": turns,
+        "max_turns": domain.section.max_turns,
     }

@@ -50,6 +50,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     # The whole conversation in OpenAI's form, with the tool calls and their results.
     messages: list[dict[str, Any]] = []
     turns: list[SampleTurn] = []  # of the policy, in order
+    max_turns: int = 1  # that an episode of the domain may have
 
 
 Score = Callable[[Sample], object]

@@ -199,9 +199,10 @@ def _verl_arguments(sample: Sample) -> dict[str, Any]:
 def is_plain_text(sample: Sample) -> bool:
     """Return whether a function of TRL's form gets texts; else it gets lists of messages.
 
-    It depends on the row alone, so that all episodes of a domain have the same form.
+    That is so in a domain of one turn whose rows have no messages as ``prompt``. It never depends
+    on the episode.
     """
-    return bool(sample.row) and not isinstance(sample.row.get("prompt"), list)
+    return sample.max_turns == 1 and not isinstance(sample.row.get("prompt"), list)
 
 
 def prompt_messages(sample: Sample) -> list[dict[str, Any]]:

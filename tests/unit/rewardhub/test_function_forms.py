@@ -49,7 +49,7 @@ def make_sample(**changes: Any) -> Sample:
 def tool_sample(**changes: Any) -> Sample:
     turns = [SampleTurn(message=number, reward=0.25, valid=True, num_tokens=2) for number in (1, 3)]
     messages = [QUESTION, CALL, RESULT, ANSWER]
-    return make_sample(num_turns=2, messages=messages, turns=turns, **changes)
+    return make_sample(num_turns=2, max_turns=4, messages=messages, turns=turns, **changes)
 
 
 def score(function: Callable[..., object], sample: Sample, **args: Any) -> object:
@@ -95,11 +95,11 @@ def test_trl_form_gets_messages_of_a_conversational_row() -> None:
 
     conversational = {**ROW, "prompt": [QUESTION]}
     assert score(count_chars, make_sample(row=conversational)) == 7.0
-    # without rows: a game or tools
-    assert score(count_chars, make_sample(row={})) == 7.0
+    # a game or tools, also if the episode ends with its first turn
+    assert score(count_chars, make_sample(row={}, max_turns=4)) == 7.0
     assert score(count_chars, tool_sample(row={})) == 8.0
     # a record without messages
-    assert score(count_chars, make_sample(row={}, messages=[], turns=[])) == 7.0
+    assert score(count_chars, make_sample(max_turns=4, messages=[], turns=[])) == 7.0
 
 
 def test_trl_form_sees_tool_calls_and_results() -> None:
