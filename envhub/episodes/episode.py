@@ -275,7 +275,8 @@ class Episode:
             prompt,
             text("after reset, reference", self._env.reference),
         )
-        self._row = row("after reset, row", self._env.row)
+        if task.domain.sends_messages:
+            self._row = row("after reset, row", self._env.row)
         if task.record:
             self._record(first_frame(task.task_index, task.split, task.seed, await self._look()))
         return view
@@ -383,5 +384,5 @@ class Episode:
             generate_s=self._generate_s,
             env_step_s=self._env_step_s,
             frames=self._frames,
-            row=self._row if self._task.domain.sends_messages else {},
+            row=self._row,
         )

@@ -78,16 +78,17 @@ def find_form(
         # Some callables written in C have no signature.
         return "sample"
     parameters = signature.parameters
-    call_text = f"{getattr(function, '__name__', 'it')}{signature}"
+    name = getattr(function, "__name__", "it")
+    call_text = f"{name}{signature}"
     named = [
-        name
-        for name, parameter in parameters.items()
+        each
+        for each, parameter in parameters.items()
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     marks = [name for name in ("sample", "completions", "solution_str") if name in named]
     if len(marks) > 1 or (parameters and not named):
         reason = f"has both {' and '.join(marks)}" if marks else "names no parameter"
-        raise ConfigError(f"{key}.name", call_text, f"{ALLOWED}; this one {reason}")
+        raise ConfigError(f"{key}.name", name, f"{ALLOWED}; {call_text} {reason}")
     if marks in ([], ["sample"]):
         _check_call(signature, args, key, call_text)
         return "sample"
@@ -119,7 +120,8 @@ def _check_keywords(
 ) -> None:
     for name, parameter in parameters.items():
         if parameter.kind is parameter.POSITIONAL_ONLY:
-            raise ConfigError(f"{key}.name", call_text, f"{name} must be allowed by keyword")
+            allowed = f"a function that takes {name} by keyword, not {call_text}"
+            raise ConfigError(f"{key}.name", name, allowed)
     for name in sorted(args):
         if name not in parameters and not _takes_any(parameters):
             raise ConfigError(f"{key}.args", dict(args), f"{call_text} takes no argument {name!r}")

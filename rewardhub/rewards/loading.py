@@ -61,7 +61,11 @@ def check(name: str, args: Mapping[str, Any], key: str = "rewards") -> Any:
     """
     reward_class = _resolve_reward(name, key)
     if not inspect.isclass(reward_class):
-        find_form(reward_class, args, key)
+        try:
+            find_form(reward_class, args, key)
+        except ConfigError as error:
+            value = name if error.key == f"{key}.name" else error.value
+            raise ConfigError(error.key, value, error.allowed) from None
         return None
     checked = _class_args(reward_class, name, args, key)
     if (look := getattr(reward_class, "check", None)) is not None:

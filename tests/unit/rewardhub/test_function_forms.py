@@ -205,14 +205,14 @@ def by_position(completions: Any, /) -> float: ...
 @pytest.mark.parametrize(
     ("function", "args", "words"),
     [
-        (both, {}, "this one has both completions and solution_str"),
-        (sample_and_completions, {}, "this one has both sample and completions"),
-        (nothing_named, {}, "this one names no parameter"),
+        (both, {}, "both.* has both completions and solution_str"),
+        (sample_and_completions, {}, "has both sample and completions"),
+        (nothing_named, {}, "names no parameter"),
         (trainer, {}, "a function without trainer_state, which only TRL's trainer has"),
         (verl_with_more, {}, "set weight in rewards.args"),
         (without, {"factor": 2}, "takes no argument 'factor'"),
         (two, {}, r"missing a required argument: 'second'; allowed is a function of \(sample"),
-        (by_position, {}, "completions must be allowed by keyword"),
+        (by_position, {}, "a function that takes completions by keyword"),
     ],
 )
 def test_an_unclear_function_is_refused(

@@ -30,8 +30,11 @@ def sample(response: str = "four", prompt: str = "our") -> base.Sample:
     )  # fmt: skip
 
 
-def answer(name: str, **args: Any) -> protocol.ScoreReply | protocol.ScoreFailureReply:
-    asked = protocol.ScoreRequest(f"{HERE}:{name}", args, sample())
+def answer(
+    name: str, fields: dict[str, Any] | None = None, **args: Any
+) -> protocol.ScoreReply | protocol.ScoreFailureReply:
+    changed = msgspec.structs.replace(sample(), **(fields or {}))
+    asked = protocol.ScoreRequest(f"{HERE}:{name}", args, changed)
     # Through the bytes, as between processes.
     with closing(RewardWorker()) as worker:
         reply = worker.answer(protocol.decode_request(protocol.encode_message(asked)))
@@ -42,6 +45,20 @@ def test_functions_answer_numbers_or_parts() -> None:
     assert answer("length") == protocol.ScoreReply(4.0)
     assert answer("scaled", factor=2.5, offset=-1) == protocol.ScoreReply(9.0)
     assert answer("parts") == protocol.ScoreReply({"brevity": -4.0, "grounded": 1.0})
+
+
+def test_functions_of_other_trainers_work_by_path() -> None:
+    row = {"prompt": "our", "answer": "our"}
+    fields = {"row": row, "response": "your", "reference": "our"}
+    assert answer("trl_exact", fields) == protocol.ScoreReply(1.0)
+    assert answer("compute_score", fields) == protocol.ScoreReply(0.5, notes={"turns": 2.0})
+    assert answer("per_turn") == protocol.ScoreReply([0.0, 1.0])
+    failure = answer("trl_exact", {"row": {"solution": "our"}})
+    assert isinstance(failure, protocol.ScoreFailureReply)
+    assert not failure.retry
+    assert failure.detail.endswith(
+        "trl_exact: it needs the column 'answer'; the rows of domain 'd' have the columns solution"
+    )
 
 
 def test_coroutines_share_one_loop() -> None:
@@ -121,6 +138,13 @@ def check(values: dict[str, Any]) -> None:
             f"domains.qa.rewards.0.name: '{HERE}:absent' is not allowed; {HERE} has no 'absent'",
         ),
         (
+            {"name": f"{HERE}:two_forms"},
+            f"domains.qa.rewards.0.name: '{HERE}:two_forms' is not allowed; a function of (sample, **args), "
+            "or TRL's of (completions, prompts=None, **columns), or verl's of (data_source, solution_str, "
+            "ground_truth, extra_info=None); two_forms(completions: 'list[str]', solution_str: 'str') -> "
+            "'list[float]' has both completions and solution_str",
+        ),
+        (
             {"name": f"{HERE}:not_callable"},
             f"domains.qa.rewards.0.name: '{HERE}:not_callable' is not allowed; expected a function or a class, found "
             f"an object of type int",
@@ -158,8 +182,8 @@ def check(values: dict[str, Any]) -> None:
         ),
         (
             {"name": "judge", "args": {"base_url": "http://x/v1", "template": "{prompt}"}},
-            "domains.qa.rewards.0.args.template: '{prompt}' is not allowed; it must hold {response}; also allowed: "
-            "{prompt}",
+            "domains.qa.rewards.0.args.template: '{prompt}' is not allowed; it must hold {response} or "
+            "{conversation}; also allowed: {prompt}",
         ),
         (
             {"name": "math_answer", "args": {"wrong": "x"}},
