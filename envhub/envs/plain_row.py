@@ -42,8 +42,8 @@ def plain_row(row: object) -> dict[str, Any]:
 def fitting_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a data set's row that a plain row can have.
 
-    Leaves out columns without a value (null), those that JSON cannot express, and from the end
-    those for which there is no room.
+    Leaves out columns that JSON cannot express, and from the end
+    those for which there is no room. A null stays, which functions of TRL ask for.
     """
     fitting: dict[str, Any] = {}
     num_bytes = num_items = 0
@@ -55,7 +55,7 @@ def fitting_columns(row: Mapping[str, Any]) -> dict[str, Any]:
         size = _measure_column(name, column[name])
         items = _count_items(column)
         has_room = num_bytes + size <= MAX_ROW_BYTES and num_items + items <= MAX_ROW_ITEMS
-        if value is not None and has_room:
+        if has_room:
             fitting |= column
             num_bytes += size
             num_items += items
