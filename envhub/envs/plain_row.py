@@ -42,8 +42,7 @@ def plain_row(row: object) -> dict[str, Any]:
 def fitting_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a data set's row that a plain row can have.
 
-    Leaves out columns that JSON cannot express, and from the end
-    those for which there is no room. A null stays, which functions of TRL ask for.
+    Leaves out columns that JSON cannot express, and from the end those for which there is no room.
     """
     fitting: dict[str, Any] = {}
     num_bytes = num_items = 0
