@@ -217,10 +217,9 @@ class GroupScoring:
             scored = self._add(trajectory, num_turns[trajectory.episode])
             num_turns[trajectory.episode] += len(trajectory.turns)
             trajectories.append(scored if pools else msgspec.structs.replace(scored, messages=[]))
-        scores = self.group.scores if pools else []
-        group = msgspec.structs.replace(
-            self.group, trajectories=trajectories, pools=pools, scores=scores
-        )
+        group = msgspec.structs.replace(self.group, trajectories=trajectories, pools=pools)
+        if not pools:
+            group = msgspec.structs.replace(group, scores=[], row={})
         stream, key = (
             (EPISODES, group.pools[0])
             if group.pools
