@@ -17,9 +17,9 @@ from rewardhub.routing import (
     ForwardAction,
     GroupScoring,
     ScoreAction,
-    add_turn_scores,
     rewards_digest,
 )
+from rewardhub.turn_scores import add_turn_scores
 
 STEPS = RewardConfig(name="my.py:steps", weight=0.5)
 
