@@ -32,6 +32,7 @@ from rlearner_text.tool_calls import ToolCall
 Split = Literal["train", "eval"]
 Isolation = Literal["none", "thread", "process", "sandbox"]
 WORKER: Final = ("process", "sandbox")  # in a process of its own
+History = tuple[tuple[str, str], ...]  # (role, content) of each message
 Frame = npt.NDArray[np.uint8]  # (height, width, 3)
 
 
@@ -45,10 +46,13 @@ class Observation(msgspec.Struct, frozen=True):
     Attributes:
         text: the user message of the conversation.
         anchor: identical for identical states of one task, empty if states cannot be compared.
+        history: of the first observation, (role, content) of the messages before it: perhaps a
+            system message, which replaces that of the domain, then turns of user and assistant.
     """
 
     text: str
     anchor: str = ""
+    history: History = ()
 
 
 class StepResult(msgspec.Struct, frozen=True):

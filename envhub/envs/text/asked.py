@@ -5,6 +5,8 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 from envhub.envs.base import Environment, Observation, Split
 from envhub.envs.text.qa import QuestionAnswer, QuestionAnswerArgs
 
@@ -41,8 +43,9 @@ class QuestionEnvironment(Environment):
         question = self._questions.reset(task_index, split, seed)
         self.prompt = self._questions.prompt
         self.reference = self._questions.reference
+        self.row = self._questions.row
         self._begin()
-        return self._show(question.text)
+        return msgspec.structs.replace(self._show(question.text), history=question.history)
 
     def text_frame(self) -> str:
         return self._shown

@@ -1,7 +1,7 @@
-"""Questions with reference answers from a file, one turn each; reward hubs compare the answers.
+"""Questions with reference answers of a data set, one turn each; reward hubs compare the answers.
 
-Training shuffles the whole file in every epoch, with a seed; evaluation takes its rows from a
-second file, or from a share at the end of the first that training never sees.
+Training shuffles all rows in every epoch, with a seed; evaluation takes its rows from a second data
+set or split, or from a share at the end of the first that training never sees.
 """
 
 from __future__ import annotations
@@ -12,17 +12,22 @@ from typing import Annotated, Any, ClassVar, Final
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field
+from pydantic import Field, PositiveInt
 
 from broker.errors import ConfigError
 from broker.settings.config import DataPath, Harmless, Section
 from envhub.envs.base import Environment, Observation, Split, StepResult
-from envhub.envs.text.rows import Row, read_rows
+from envhub.envs.text.rows import QuestionColumns, QuestionRow, load_questions
+from rlearner_text.rows.columns import Row
+from rlearner_text.rows.sources import DataSource
 
 SLOT = "{question}"
 
 
-HARMLESS: Final = ("question", "answer", "answer_after", "template", "eval_share", "shuffle_seed")
+HARMLESS: Final = (
+    "question", "answer", "answer_after", "template", "eval_share", "shuffle_seed",
+    "subset", "split", "eval_split", "max_rows",
+)  # fmt: skip
 
 
 class QuestionAnswerArgs(Section):
@@ -30,13 +35,21 @@ class QuestionAnswerArgs(Section):
 
     harmless: ClassVar[Harmless] = HARMLESS
 
-    path: DataPath  # JSONL or Parquet
-    question: str = "question"  # column
-    answer: str = "answer"  # column
+    # a JSON Lines, JSON, Parquet or CSV file, a folder of them, a folder of `datasets`, or a name on
+    # the Hugging Face hub with its commit, owner/name@commit
+    path: DataPath
+    subset: str = ""  # of a data set that has several
+    split: str = ""  # empty if the data set has one
+    max_rows: PositiveInt | None = None  # at most this many, the first ones
+    # column with a text, or with messages that end with the user's; dots lead into nested columns
+    question: str = "question"
+    answer: str = "answer"  # column, for example reward_model.ground_truth; empty: there is none
     # the reference is the text after the last occurrence of this, for example ``####``
     answer_after: str = ""
     template: str = SLOT  # the user message
-    eval_path: DataPath | None = None  # a file for evaluation; None: the share below
+    # a data set for evaluation; None: ``eval_split`` of ``path``, or the share below
+    eval_path: DataPath | None = None
+    eval_split: str = ""
     # of the rows of ``path``, taken from its end
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
     shuffle_seed: Annotated[int, Field(ge=0)] = 0
@@ -50,39 +63,40 @@ class QuestionAnswer(Environment):
     has_reward = False
 
     args: QuestionAnswerArgs
+    row: Row
 
     @classmethod
     def check(cls, args: QuestionAnswerArgs) -> None:
         if SLOT not in args.template:
             raise ConfigError("template", args.template, f"a text with {SLOT} in it")
         # the files may have changed since the last check
-        read_rows.cache_clear()
+        load_questions.cache_clear()
         _split_rows.cache_clear()
         if not _split_rows(args, "train"):
             raise ConfigError(
                 "eval_share", args.eval_share, "a smaller share: it leaves no row for training"
             )
-        if args.eval_path is not None:
+        if has_eval_rows(args):
             try:
                 _split_rows(args, "eval")
             except ConfigError as error:
-                key = "eval_path" if error.key == "path" else error.key
+                key = f"eval_{error.key}" if error.key in ("path", "split") else error.key
                 raise ConfigError(key, error.value, error.allowed) from None
 
     @classmethod
     def data_files(cls, args: QuestionAnswerArgs) -> list[str]:
-        return [args.path] if args.eval_path is None else [args.path, args.eval_path]
+        # The commit in a name on the hub is the digest of its files.
+        paths = dict.fromkeys(source.path for source in _sources(args) if source.kind != "hub")
+        return list(paths)
 
     @classmethod
     def references(cls, args: QuestionAnswerArgs) -> list[tuple[str, str]]:
-        references = []
-        for path in dict.fromkeys(cls.data_files(args)):
-            rows = read_rows(path, args.question, args.answer, args.answer_after)
-            references += [
-                (f"{path}, row {number}", answer)
-                for number, (_, answer) in enumerate(rows, start=1)
-            ]
-        return references
+        return [
+            (f"{source.path}, row {number}", row.answer)
+            for source in _sources(args)
+            for number, row in enumerate(_load_rows(args, source), start=1)
+            if args.answer
+        ]
 
     @classmethod
     def num_tasks(cls, args: QuestionAnswerArgs, split: Split) -> int | None:
@@ -101,8 +115,11 @@ class QuestionAnswer(Environment):
         epoch, position = divmod(task_index, len(rows))
         if split == "train":
             position = int(_epoch_order(len(rows), self.args.shuffle_seed, epoch)[position])
-        self.prompt, self.reference = rows[position]
-        return Observation(self.args.template.replace(SLOT, self.prompt))
+        row = rows[position]
+        self.prompt = row.question
+        self.reference = row.answer
+        self.row = row.columns
+        return Observation(self.args.template.replace(SLOT, row.question), history=row.history)
 
     def step(self, text: str) -> StepResult:
         return StepResult(Observation(""), reward=0.0, done=True, valid=bool(text.strip()))
@@ -112,15 +129,33 @@ class QuestionAnswer(Environment):
         if rng.random() >= noise:
             return self.reference
         rows = _split_rows(self.args, "train")
-        return rows[int(rng.integers(len(rows)))][1]
+        return rows[int(rng.integers(len(rows)))].answer
+
+
+def has_eval_rows(args: QuestionAnswerArgs) -> bool:
+    """Return whether evaluation has a data set or split of its own."""
+    return args.eval_path is not None or bool(args.eval_split)
+
+
+def _sources(args: QuestionAnswerArgs) -> list[DataSource]:
+    """Return the data set to train on, and the one for evaluation if there is one."""
+    sources = [DataSource(args.path, args.subset, args.split, args.max_rows)]
+    if has_eval_rows(args):
+        path = args.eval_path or args.path
+        sources.append(DataSource(path, args.subset, args.eval_split, args.max_rows))
+    return sources
+
+
+def _load_rows(args: QuestionAnswerArgs, source: DataSource) -> tuple[QuestionRow, ...]:
+    columns = QuestionColumns(args.question, args.answer, args.answer_after)
+    return load_questions(source, columns)[0]
 
 
 @lru_cache(maxsize=32)
-def _split_rows(args: QuestionAnswerArgs, split: Split) -> tuple[Row, ...]:
-    if split == "eval" and args.eval_path is not None:
-        return read_rows(args.eval_path, args.question, args.answer, args.answer_after)
-    rows = read_rows(args.path, args.question, args.answer, args.answer_after)
-    if args.eval_path is not None:
+def _split_rows(args: QuestionAnswerArgs, split: Split) -> tuple[QuestionRow, ...]:
+    sources = _sources(args)
+    rows = _load_rows(args, sources[-1] if split == "eval" else sources[0])
+    if has_eval_rows(args):
         return rows
     num_held_out = max(round(len(rows) * args.eval_share), int(args.eval_share > 0))
     num_training = len(rows) - num_held_out
