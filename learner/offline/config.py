@@ -35,18 +35,16 @@ COLUMNS: Final = (
 class DataSection(Section):
     """Rows for training and held-out rows."""
 
-    # a JSON Lines, JSON, Parquet or CSV file, a folder of them, a folder of `datasets`, or a name on
-    # the Hugging Face hub with its commit, owner/name@commit
+    # a JSON Lines, JSON, Parquet or CSV file, a folder of them, one that `datasets` saved, or a name
+    # on the Hugging Face hub with its commit, owner/name@commit
     train: str
-    eval: str | None = (
-        None  # of held-out rows; null: ``eval_split`` of ``train``, or the share below
-    )
+    eval: str | None = None  # held-out rows; null: ``eval_split`` of ``train``, or ``eval_share``
     subset: str = ""  # of a data set that has several
     split: str = ""  # of ``train``; empty if it has one
     eval_split: str = ""  # of ``eval``, or of ``train`` without ``eval``
     max_rows: PositiveInt | None = None  # of each: at most this many, the first ones
     # our names of columns to those of the data set, for example prompt: extra_info.question
-    columns: dict[str, str] = {}
+    columns: dict[str, str] = Field(default_factory=dict)
     # of the rows of ``train``, taken from its end
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
     # longer rows are cut (sft, distill) or omitted (dpo); null: the model's

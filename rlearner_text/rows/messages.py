@@ -96,9 +96,10 @@ def _read_message(message: Any, index: int) -> Message:
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     if not isinstance(message["role"], str) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"message {index}: role and content must be texts")
-    calls = message.get("tool_calls")
-    text_message: Message = {"role": message["role"], "content": "".join(map(str, texts))}
-    return text_message | ({"tool_calls": calls} if calls else {})
+    checked: Message = {"role": message["role"], "content": "".join(map(str, texts))}
+    if message.get("tool_calls"):
+        checked["tool_calls"] = message["tool_calls"]
+    return checked
 
 
 def _read_call(call: Any, index: int) -> dict[str, Any]:

@@ -59,10 +59,10 @@ class DataSource:
     def extra(self) -> str:
         """The extra of rlearner that reads it, empty if none is needed."""
         kind = self.kind
-        if kind in ("saved", "hub"):
+        if kind == "saved" or (kind == "hub" and "@" in self.path):
             return "datasets"
-        paths = self.list_files() if kind == "folder" else [self.path]
-        return "parquet" if any(path.lower().endswith(PARQUET) for path in paths) else ""
+        files = list(Path(self.path).rglob("*")) if kind == "folder" else [Path(self.path)]
+        return "parquet" if any(file.suffix.lower() in PARQUET for file in files) else ""
 
     def digest(self) -> str:
         """Return a digest of the rows: of the file or folder, or the commit on the hub.
