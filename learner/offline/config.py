@@ -35,7 +35,7 @@ COLUMNS: Final = (
 class DataSection(Section):
     """Rows for training and held-out rows."""
 
-    # a JSON Lines, JSON, Parquet or CSV file, a folder of them, one that `datasets` saved, or a name
+    # a JSON Lines, JSON, Parquet or CSV file, a folder of them, one that datasets saved, or a name
     # on the Hugging Face hub with its commit, owner/name@commit
     train: str
     eval: str | None = None  # held-out rows; null: ``eval_split`` of ``train``, or ``eval_share``

@@ -53,7 +53,7 @@ class TokenizedExample:
 
 
 @dataclass(frozen=True)
-class Dialogue:
+class SupervisedDialogue:
     """A conversation of a row.
 
     Attributes:
@@ -99,10 +99,10 @@ def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
     return row | renamed
 
 
-def read_dialogue(row: Row) -> Dialogue:
+def read_dialogue(row: Row) -> SupervisedDialogue:
     """Return the conversation of a row.
 
-    Rows are ``{"messages": [...]}``, or ``{"prompt": …, "completion": …}``, each a text or a list
+    Rows are ``{"messages": […]}``, or ``{"prompt": …, "completion": …}``, each a text or a list
     of messages, perhaps with ``tools``. ``conversations`` and ``response`` are other names of
     ``messages`` and ``completion``.
 
@@ -112,7 +112,7 @@ def read_dialogue(row: Row) -> Dialogue:
     tools = read_tools(row.get("tools"))
     for key in ("messages", "conversations"):
         if key in row:
-            return Dialogue(check_messages(row[key]), tools=tools)
+            return SupervisedDialogue(check_messages(row[key]), tools=tools)
     for key in ("completion", "response"):
         if "prompt" in row and key in row:
             return join_dialogue(row["prompt"], row[key], key, tools)
@@ -120,7 +120,7 @@ def read_dialogue(row: Row) -> Dialogue:
     raise ValueError(f"expected the columns {expected}; it has {column_names(row)}")
 
 
-def join_dialogue(prompt: Any, answer: Any, key: str, tools: str = "") -> Dialogue:
+def join_dialogue(prompt: Any, answer: Any, key: str, tools: str = "") -> SupervisedDialogue:
     """Return the conversation of a prompt and its answer, which is trained.
 
     A text is one message. A list of messages as the answer continues the prompt; one that begins
@@ -138,7 +138,7 @@ def join_dialogue(prompt: Any, answer: Any, key: str, tools: str = "") -> Dialog
     if answers[0]["role"] in ("assistant", "tool"):
         prompts = read_messages(prompt, "prompt", "user")
     try:
-        return Dialogue(check_messages([*prompts, *answers]), len(prompts), tools)
+        return SupervisedDialogue(check_messages([*prompts, *answers]), len(prompts), tools)
     except ValueError as error:
         raise ValueError(f"prompt and {key}: {error}") from None
 

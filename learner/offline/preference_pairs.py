@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from broker.errors import ConfigError, DataError
-from learner.offline.data import Dialogue, TokenizedExample, join_dialogue, rename_columns
+from learner.offline.data import SupervisedDialogue, TokenizedExample, join_dialogue, rename_columns
 from learner.offline.unusable_rows import EMPTY, LONG, UnusableRows
 from rlearner_text.assistant_spans import common_length
 from rlearner_text.rows.columns import Row, column_names
@@ -76,7 +76,7 @@ def load_pairs(
     return pairs, num_long
 
 
-def read_pair(row: Row) -> tuple[Dialogue, Dialogue]:
+def read_pair(row: Row) -> tuple[SupervisedDialogue, SupervisedDialogue]:
     """Return the chosen and the rejected conversation of a row, trained from where they differ.
 
     Raises:

@@ -35,7 +35,7 @@ class QuestionAnswerArgs(Section):
 
     harmless: ClassVar[Harmless] = HARMLESS
 
-    # a JSON Lines, JSON, Parquet or CSV file, a folder of them, one that `datasets` saved, or a name
+    # a JSON Lines, JSON, Parquet or CSV file, a folder of them, one that datasets saved, or a name
     # on the Hugging Face hub with its commit, owner/name@commit
     path: DataPath
     subset: str = ""  # of a data set that has several

@@ -17,7 +17,6 @@ from learner.offline.data import TokenizedExample, load_examples
 from learner.offline.preference_pairs import load_pairs
 from rlearner_text.tokenizer import Tokenizer
 
-
 # As Qwen3's, but without an empty reasoning block.
 TEMPLATE = STYLES["qwen3"].template.replace("(loop.last or reasoning)", "reasoning")
 
