@@ -47,19 +47,3 @@ def digest_row(row: Row) -> bytes:
     """Return a digest that equal rows share."""
     text = json.dumps(row, sort_keys=True, default=str)
     return hashlib.blake2b(text.encode(), digest_size=16).digest()
-
-
-def plain_columns(row: Row) -> Row:
-    """Return the row with values that JSON has; others, such as dates, become texts."""
-    plain: Row = _plain_value(row)
-    return plain
-
-
-def _plain_value(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _plain_value(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain_value(item) for item in value]
-    if value is None or isinstance(value, str | bool | int | float):
-        return value
-    return str(value)

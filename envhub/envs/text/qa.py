@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field, PositiveInt
@@ -18,7 +19,6 @@ from broker.errors import ConfigError
 from broker.settings.config import DataPath, Harmless, Section
 from envhub.envs.base import Environment, Observation, Split, StepResult
 from envhub.envs.text.rows import QuestionColumns, QuestionRow, load_questions
-from rlearner_text.rows.columns import Row
 from rlearner_text.rows.sources import DataSource
 
 SLOT = "{question}"
@@ -63,7 +63,6 @@ class QuestionAnswer(Environment):
     has_reward = False
 
     args: QuestionAnswerArgs
-    row: Row
 
     @classmethod
     def check(cls, args: QuestionAnswerArgs) -> None:
@@ -118,7 +117,7 @@ class QuestionAnswer(Environment):
         row = rows[position]
         self.prompt = row.question
         self.reference = row.answer
-        self.row = row.columns
+        self.row = msgspec.json.decode(row.columns)
         return Observation(self.args.template.replace(SLOT, row.question), history=row.history)
 
     def step(self, text: str) -> StepResult:

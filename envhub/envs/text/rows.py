@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import msgspec
+
 from broker.errors import ConfigError, DataError
 from envhub.envs.base import History
-from rlearner_text.rows.columns import Row, column_names, column_value, digest_row, plain_columns
+from envhub.envs.plain_row import fitting_columns
+from rlearner_text.rows.columns import Row, column_names, column_value, digest_row
 from rlearner_text.rows.messages import check_messages
 from rlearner_text.rows.reading import read_rows
 from rlearner_text.rows.sources import DataSource
@@ -25,13 +28,13 @@ class QuestionRow:
         question: the last message of the user.
         answer: the reference, empty if the data set has none.
         history: what precedes the question.
-        columns: all columns of the row, as JSON values.
+        columns: those of the row that a sample can have, as JSON; null where only others have them.
     """
 
     question: str
     answer: str
     history: History = ()
-    columns: Row = field(default_factory=dict)
+    columns: bytes = b"{}"
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,8 @@ def load_questions(
     """
     source.check("path")
     counts = RowCounts()
-    rows: list[QuestionRow] = []
+    rows: list[tuple[QuestionRow, Row]] = []
+    names: Row = {}
     digests = set[bytes]()
     absent: dict[str, DataError] = {}
     for line, record in read_rows(source, "path"):
@@ -86,13 +90,18 @@ def load_questions(
         digests.add(digest)
         row = _read_row(source.path, line, record, columns, absent=absent)
         counts.num_empty += row is None
-        rows += [row] if row is not None else []
+        names |= dict.fromkeys(record)
+        rows += [(row, record)] if row is not None else []
     if not rows:
         if error := next(iter(absent.values()), None):
             raise error
         raise ConfigError("path", source.path, "the data set holds no rows with an answer")
     log.info("%s: %s", source.path, counts)
-    return tuple(rows), counts
+    return tuple(_add_columns(row, names | record) for row, record in rows), counts
+
+
+def _add_columns(row: QuestionRow, record: Row) -> QuestionRow:
+    return replace(row, columns=msgspec.json.encode(fitting_columns(record)))
 
 
 def _read_row(
@@ -123,7 +132,7 @@ def _read_row(
     if columns.answer:
         answer = _read_text(path, line, columns.answer, values[columns.answer])
         answer = _text_after(path, line, answer, columns)
-    return QuestionRow(question, answer, history, plain_columns(record))
+    return QuestionRow(question, answer, history)
 
 
 def _read_history(messages: list[dict[str, Any]]) -> History:

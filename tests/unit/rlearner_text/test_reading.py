@@ -13,7 +13,6 @@ import pytest
 
 from broker.errors import ConfigError, DataError
 from broker.settings.runspec import digest_file
-from rlearner_text.rows.columns import plain_columns
 from rlearner_text.rows.reading import read_rows
 from rlearner_text.rows.sources import DataSource
 
@@ -51,12 +50,6 @@ def test_null_columns_are_absent(tmp_path: Path) -> None:
     expected = [{"a": 1, "c": [{"e": 1}, {"d": 2, "e": 1}]}, {"b": 2}]
     assert read(write_file(tmp_path / "x.jsonl", rows)) == expected
     assert read(write_file(tmp_path / "x.parquet", rows)) == expected
-
-
-def test_rows_become_plain_values() -> None:
-    table = pyarrow.table({"when": pyarrow.array([0], pyarrow.date32()), "raw": [b"x"], "n": [1]})
-    (row,) = table.to_pylist()
-    assert plain_columns(row) == {"when": "1970-01-01", "raw": "b'x'", "n": 1}
 
 
 def test_a_folder_of_files_with_splits(tmp_path: Path) -> None:
