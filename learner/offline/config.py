@@ -39,12 +39,12 @@ class DataSection(Section):
     # on the Hugging Face hub with its commit, owner/name@commit
     train: str
     eval: str | None = None  # held-out rows; null: ``eval_split`` of ``train``, or ``eval_share``
-    subset: str = ""  # of a data set that has several
-    split: str = ""  # of ``train``; empty if it has one
-    eval_split: str = ""  # of ``eval``, or of ``train`` without ``eval``
+    subset: str | None = None  # of a data set that has several
+    split: str | None = None  # of ``train``; null if it has one
+    eval_split: str | None = None  # of ``eval``, or of ``train`` without ``eval``
     max_rows: PositiveInt | None = None  # of each: at most this many, the first ones
     # our names of columns to those of the data set, for example prompt: extra_info.question
-    columns: dict[str, str] = Field(default_factory=dict)
+    columns: dict[str, str] | None = None
     # of the rows of ``train``, taken from its end
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
     # longer rows are cut (sft, distill) or omitted (dpo); null: the model's
@@ -52,13 +52,14 @@ class DataSection(Section):
 
     def training_source(self) -> DataSource:
         """Return the data set to train on."""
-        return DataSource(self.train, self.subset, self.split, self.max_rows)
+        return DataSource(self.train, self.subset or "", self.split or "", self.max_rows)
 
     def held_out_source(self) -> DataSource | None:
         """Return the data set of held-out rows; None: they are a share of the other."""
         if self.eval is None and not self.eval_split:
             return None
-        return DataSource(self.eval or self.train, self.subset, self.eval_split, self.max_rows)
+        path = self.eval or self.train
+        return DataSource(path, self.subset or "", self.eval_split or "", self.max_rows)
 
     def digests(self) -> dict[str, str]:
         """Return the digest of each data set by its path.
@@ -198,7 +199,7 @@ def validate_config(pipeline: str, config: UserSettings) -> OfflineSettings:
     settings.data.training_source().check("data.train")
     if (held_out := settings.data.held_out_source()) is not None:
         held_out.check("data.eval")
-    if wrong := sorted(set(settings.data.columns) - set(COLUMNS)):
+    if wrong := sorted(set(settings.data.columns or ()) - set(COLUMNS)):
         allowed = f"the names here are {', '.join(COLUMNS)}"
         raise ConfigError("data.columns", wrong[0], allowed)
     if isinstance(settings, DpoSettings):

@@ -38,8 +38,8 @@ class QuestionAnswerArgs(Section):
     # a JSON Lines, JSON, Parquet or CSV file, a folder of them, one that datasets saved, or a name
     # on the Hugging Face hub with its commit, owner/name@commit
     path: DataPath
-    subset: str = ""  # of a data set that has several
-    split: str = ""  # empty if the data set has one
+    subset: str | None = None  # of a data set that has several
+    split: str | None = None  # null if the data set has one
     max_rows: PositiveInt | None = None  # at most this many, the first ones
     # column with a text, or with messages that end with the user's; dots lead into nested columns
     question: str = "question"
@@ -49,7 +49,7 @@ class QuestionAnswerArgs(Section):
     template: str = SLOT  # the user message
     # a data set for evaluation; None: ``eval_split`` of ``path``, or the share below
     eval_path: DataPath | None = None
-    eval_split: str = ""
+    eval_split: str | None = None
     # of the rows of ``path``, taken from its end
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
     shuffle_seed: Annotated[int, Field(ge=0)] = 0
@@ -138,10 +138,11 @@ def has_eval_rows(args: QuestionAnswerArgs) -> bool:
 
 def _sources(args: QuestionAnswerArgs) -> list[DataSource]:
     """Return the data set to train on, and the one for evaluation if there is one."""
-    sources = [DataSource(args.path, args.subset, args.split, args.max_rows)]
+    sources = [DataSource(args.path, args.subset or "", args.split or "", args.max_rows)]
     if has_eval_rows(args):
         path = args.eval_path or args.path
-        sources.append(DataSource(path, args.subset, args.eval_split, args.max_rows))
+        split = args.eval_split or ""
+        sources.append(DataSource(path, args.subset or "", split, args.max_rows))
     return sources
 
 

@@ -12,7 +12,7 @@ import pytest
 from model_templates import STYLES, make_style_folder
 
 from broker.errors import DataError
-from learner.offline.config import DataSection
+from learner.offline.config import DataSection, OfflineSettings, first_changed_key
 from learner.offline.data import TokenizedExample, load_examples
 from learner.offline.preference_pairs import load_pairs
 from rlearner_text.tokenizer import Tokenizer
@@ -236,3 +236,10 @@ def test_held_out_rows_may_be_another_split() -> None:
     assert held_out is not None
     assert (held_out.path, held_out.split, held_out.max_rows) == ("rows", "test", 9)
     assert DataSection(train="rows").held_out_source() is None
+
+
+def test_runs_without_the_keys_of_data_sets_go_on() -> None:
+    settings = OfflineSettings(data=DataSection(train="rows.jsonl")).to_plain()
+    older: dict[str, Any] = settings | {"data": {"train": "rows.jsonl", "eval_share": 0.05}}
+    assert first_changed_key(older, settings) is None
+    assert first_changed_key({**settings, "data": {**settings["data"], "split": "a"}}, settings)
