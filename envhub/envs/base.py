@@ -17,7 +17,7 @@ else the class, says:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal
@@ -130,6 +130,20 @@ class Environment:
     def references(cls, args: Any) -> list[tuple[str, str]]:
         """Return the place and text of each reference answer, for rewards that check them early."""
         return []
+
+    @classmethod
+    def histories(cls, args: Any) -> list[History]:
+        """Return a history of each form that its tasks have, to try with the chat template."""
+        return []
+
+    @classmethod
+    def count_rows(cls, args: Any, is_long: Callable[[str], bool]) -> str:
+        """Return what stands out in its data sets, such as duplicates; empty if nothing does.
+
+        Args:
+            is_long: whether an observation is too long for the model.
+        """
+        return ""
 
     @classmethod
     def num_tasks(cls, args: Any, split: Split) -> int | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import msgspec
 
-from envhub.envs.base import Environment, Observation, Split
+from envhub.envs.base import Environment, History, Observation, Split
 from envhub.envs.text.qa import QuestionAnswer, QuestionAnswerArgs
 
 
@@ -33,6 +34,14 @@ class QuestionEnvironment(Environment):
     @classmethod
     def references(cls, args: Any) -> list[tuple[str, str]]:
         return QuestionAnswer.references(_question_args(args))
+
+    @classmethod
+    def histories(cls, args: Any) -> list[History]:
+        return QuestionAnswer.histories(_question_args(args))
+
+    @classmethod
+    def count_rows(cls, args: Any, is_long: Callable[[str], bool]) -> str:
+        return QuestionAnswer.count_rows(_question_args(args), is_long)
 
     @classmethod
     def num_tasks(cls, args: Any, split: Split) -> int | None:

@@ -6,6 +6,7 @@ set or split, or from a share at the end of the first that training never sees.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
@@ -17,8 +18,8 @@ from pydantic import Field, PositiveInt
 
 from broker.errors import ConfigError
 from broker.settings.config import DataPath, Harmless, Section
-from envhub.envs.base import Environment, Observation, Split, StepResult
-from envhub.envs.text.rows import QuestionColumns, QuestionRow, load_questions
+from envhub.envs.base import Environment, History, Observation, Split, StepResult
+from envhub.envs.text.rows import QuestionColumns, QuestionRow, RowCounts, load_questions
 from rlearner_text.rows.sources import DataSource
 
 SLOT = "{question}"
@@ -93,9 +94,25 @@ class QuestionAnswer(Environment):
         return [
             (f"{source.path}, row {number}", row.answer)
             for source in _sources(args)
-            for number, row in enumerate(_load_rows(args, source), start=1)
+            for number, row in enumerate(_load_rows(args, source)[0], start=1)
             if args.answer
         ]
+
+    @classmethod
+    def histories(cls, args: QuestionAnswerArgs) -> list[History]:
+        rows = (row for source in _sources(args) for row in _load_rows(args, source)[0])
+        by_form = {tuple(role for role, _ in row.history): row.history for row in rows}
+        return list(by_form.values())
+
+    @classmethod
+    def count_rows(cls, args: QuestionAnswerArgs, is_long: Callable[[str], bool]) -> str:
+        parts = []
+        for source in _sources(args):
+            rows, counts = _load_rows(args, source)
+            num_long = sum(is_long(args.template.replace(SLOT, row.question)) for row in rows)
+            if num_long or counts.num_duplicates or counts.num_empty:
+                parts.append(f"{source.path}: {counts}, {num_long} too long")
+        return "; ".join(parts)
 
     @classmethod
     def num_tasks(cls, args: QuestionAnswerArgs, split: Split) -> int | None:
@@ -146,15 +163,16 @@ def _sources(args: QuestionAnswerArgs) -> list[DataSource]:
     return sources
 
 
-def _load_rows(args: QuestionAnswerArgs, source: DataSource) -> tuple[QuestionRow, ...]:
-    columns = QuestionColumns(args.question, args.answer, args.answer_after)
-    return load_questions(source, columns)[0]
+def _load_rows(
+    args: QuestionAnswerArgs, source: DataSource
+) -> tuple[tuple[QuestionRow, ...], RowCounts]:
+    return load_questions(source, QuestionColumns(args.question, args.answer, args.answer_after))
 
 
 @lru_cache(maxsize=32)
 def _split_rows(args: QuestionAnswerArgs, split: Split) -> tuple[QuestionRow, ...]:
     sources = _sources(args)
-    rows = _load_rows(args, sources[-1] if split == "eval" else sources[0])
+    rows, _ = _load_rows(args, sources[-1] if split == "eval" else sources[0])
     if has_eval_rows(args):
         return rows
     num_held_out = max(round(len(rows) * args.eval_share), int(args.eval_share > 0))

@@ -11,8 +11,10 @@ import pyarrow.parquet
 import pytest
 from model_templates import STYLES, make_style_folder
 
-from broker.errors import DataError
+from broker.errors import ConfigError, DataError
 from broker.settings.config import DomainSection
+from broker.settings.run_settings import RunSettings
+from envhub.config import check_templates
 from envhub.domain import load_domain
 from envhub.envs.base import Observation
 from envhub.envs.text.qa import QuestionAnswer, QuestionAnswerArgs
@@ -121,6 +123,23 @@ def test_rows_without_an_answer_are_counted(
         f"{args.path}: 5 rows, 2 duplicates, 2 without question or answer (left out)"
     ]
     assert QuestionAnswer.num_tasks(args, "train") == 3
+    assert QuestionAnswer.count_rows(args, lambda text: text == "q") == (
+        f"{args.path}: 5 rows, 2 duplicates, 2 without question or answer (left out), 3 too long"
+    )
+
+
+def test_a_template_is_tried_with_each_form_of_history(tmp_path: Path) -> None:
+    template = (
+        "{%- if messages[0].role == 'system' %}{{- raise_exception('no system') }}{%- endif %}"
+    )
+    folder = make_style_folder(
+        tmp_path / "model", STYLES["qwen3"], template + STYLES["qwen3"].template
+    )
+    rows = [{"q": [USER], "answer": "4"}, {"q": [SYSTEM, USER], "answer": "4"}]
+    args = {"path": write(tmp_path / "x.jsonl", rows), "question": "q", "eval_share": 0}
+    settings = RunSettings(domains={"sums": DomainSection(env="qa", env_args=args)})
+    with pytest.raises(ConfigError, match="no system"):
+        check_templates(settings, Tokenizer.load(folder))
 
 
 def test_a_split_of_its_own_for_evaluation(tmp_path: Path) -> None:
