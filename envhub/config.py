@@ -72,7 +72,8 @@ def check_templates(settings: RunSettings, tokenizer: Tokenizer | None) -> None:
                 allowed = "[]: an agent writes its own messages"
                 raise ConfigError(f"domains.{domain.name}.examples", questions, allowed)
         elif tokenizer is not None:
-            rules_for(tokenizer, *domain.opening)
+            for history in ((), *domain.environment.histories(domain.args)):
+                rules_for(tokenizer, *domain.opening_after(history))
 
 
 def data_digests(settings: RunSettings) -> dict[str, str]:

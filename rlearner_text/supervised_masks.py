@@ -2,55 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from itertools import groupby
 from typing import Any
 
 from rlearner_text.incremental_tokenization import Conversation
+from rlearner_text.rows.messages import Message
 from rlearner_text.tokenizer import Tokenizer
 
 
-def check_messages(messages: Any) -> list[dict[str, str]]:
-    """Return the messages if they are an optional system message and alternating turns.
-
-    Raises:
-        ValueError: if they are not; names the first wrong message.
-    """
-    if not isinstance(messages, list) or not messages:
-        raise ValueError("messages is not a list with at least a user and an assistant message")
-    for index, message in enumerate(messages):
-        if not isinstance(message, dict) or set(message) != {"role", "content"}:
-            raise ValueError(
-                f"message {index} is not an object with exactly the keys role and content"
-            )
-        if not all(isinstance(value, str) for value in message.values()):
-            raise ValueError(f"message {index}: role and content must be texts")
-    turns = messages[1:] if messages[0]["role"] == "system" else messages
-    for index, message in enumerate(turns):
-        expected = ("user", "assistant")[index % 2]
-        if message["role"] != expected:
-            number = index + len(messages) - len(turns)
-            raise ValueError(
-                f"message {number} has role {message['role']!r}, expected {expected!r}"
-            )
-    if not turns or len(turns) % 2:
-        raise ValueError("the last message must be the assistant's")
-    return messages
-
-
 def encode_supervised(
-    tokenizer: Tokenizer, messages: Sequence[Mapping[str, str]]
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: str = "", num_given: int = 0
 ) -> tuple[list[int], list[int]]:
     """Return token ids and loss mask, (n,) each, of checked messages, tokenized turn by turn.
+
+    Args:
+        tools: that the assistant may call, as JSON.
+        num_given: messages at the beginning that are not trained.
 
     Raises:
         ConfigError: if the chat template rejects the messages.
     """
-    system = messages[0]["content"] if messages[0]["role"] == "system" else ""
-    conversation = Conversation(tokenizer, system)
-    for message in messages[messages[0]["role"] == "system" :]:
-        if message["role"] == "user":
-            conversation.observe(message["content"])
-        else:
-            ids = conversation.rules.answer(message["content"])
-            conversation.sampled(ids, [0.0] * len(ids), [0, len(ids)])
-    return list(conversation.token_ids), list(conversation.loss_mask)
+    has_system = messages[0]["role"] == "system"
+    system = messages[0]["content"] if has_system else ""
+    conversation = Conversation(tokenizer, system, tools)
+    for role, turns in groupby(messages[has_system:], key=_read_role):
+        if role == "tool":
+            conversation.observe(tuple(turn["content"] for turn in turns), "tool")
+            continue
+        for turn in turns:
+            if role == "user":
+                conversation.observe(turn["content"])
+            else:
+                ids = conversation.rules.answer(turn["content"], turn.get("tool_calls", ()))
+                conversation.sampled(ids, [0.0] * len(ids), [0, len(ids)])
+    mask = list(conversation.loss_mask)
+    num_untrained = sum(message["role"] == "assistant" for message in messages[:num_given])
+    for start, end in conversation.spans[:num_untrained]:
+        mask[start:end] = [0] * (end - start)
+    return list(conversation.token_ids), mask
+
+
+def _read_role(message: Message) -> Any:
+    return message["role"]

@@ -9,7 +9,8 @@ import pytest
 from template_models import make_tokenizer_folder
 
 from rlearner_text.config import TinyModel
-from rlearner_text.supervised_masks import check_messages, encode_supervised
+from rlearner_text.rows.messages import check_messages
+from rlearner_text.supervised_masks import encode_supervised
 from rlearner_text.tiny import _write_tokenizer
 from rlearner_text.tokenizer import Tokenizer
 
@@ -51,7 +52,7 @@ def test_trained_tokens_spell_the_answers(family: str, tmp_path: Path) -> None:
         ({}, "not a list"),
         ([], "not a list"),
         (["hi"], "message 0 is not an object"),
-        ([{"role": "user"}], "message 0 is not an object with exactly the keys"),
+        ([{"role": "user"}], "message 0 is not an object with the keys"),
         ([{"role": "user", "content": 3}], "message 0: role and content must be texts"),
         (
             [{"role": "assistant", "content": "x"}],
