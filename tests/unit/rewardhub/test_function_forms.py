@@ -112,8 +112,8 @@ def test_trl_form_sees_tool_calls_and_results() -> None:
 
 
 def test_trl_results_other_than_a_list_of_numbers() -> None:
-    def skips(completions: Any) -> list[float | None]:
-        return [None]
+    def skips(completions: Any, solution: list[str | None]) -> list[float | None]:
+        return [None if answer is None else 1.0 for answer in solution]
 
     def makes_array(completions: Any) -> Any:
         return np.array([0.25], np.float32)
@@ -124,7 +124,8 @@ def test_trl_results_other_than_a_list_of_numbers() -> None:
     def returns_number(completions: Any) -> float:
         return 1.0
 
-    assert score(skips, make_sample()) == Scored(0.0, {"not_applicable": 1.0})
+    nulls = dict.fromkeys(ROW)
+    assert score(skips, make_sample(row=nulls)) == Scored(0.0, {"not_applicable": 1.0})
     assert check_scored(score(makes_array, make_sample()), 1) == Scored(0.25)
     with pytest.raises(NoScore, match="2 numbers for 1 completion"):
         score(returns_two, make_sample())
@@ -166,6 +167,9 @@ def test_verl_form_returns_a_number_or_a_mapping() -> None:
     }
     # without such columns: the domain's name and the reference
     assert check_scored(score(number, make_sample(row={})), 1) == Scored(1.0)
+    nulls = dict.fromkeys(ROW)
+    assert score(compute_score, make_sample(row=nulls)) == Scored(0.75, {"acc": 1.0})
+    assert (seen["data_source"], seen["ground_truth"]) == ("d", "4")
     with pytest.raises(NoScore, match="needs 'score'; it has acc"):
         score(no_score, make_sample())
 
