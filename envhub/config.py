@@ -71,7 +71,10 @@ def check_templates(settings: RunSettings, tokenizer: Tokenizer | None) -> None:
                 allowed = "[]: an agent writes its own messages"
                 raise ConfigError(f"domains.{domain.name}.examples", questions, allowed)
         elif tokenizer is not None:
-            length = len(rules_for(tokenizer, *domain.opening).start(""))
+            length = 0
+            for history in ((), *domain.environment.histories(domain.args)):
+                rules = rules_for(tokenizer, *domain.opening_after(history))
+                length = max(length, len(rules.start("")))
             if length >= (limit := domain.section.max_context_tokens):
                 allowed = f"above {length}, the tokens of its system prompt, tools and examples"
                 raise ConfigError(f"domains.{domain.name}.max_context_tokens", limit, allowed)

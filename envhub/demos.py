@@ -121,7 +121,10 @@ def demonstrations(
         steps = domain.steps()
         success = False
         conversations = [
-            domain.messages(observation.text if steps is None else steps.open(observation.text))
+            domain.messages(
+                observation.text if steps is None else steps.open(observation.text),
+                observation.history,
+            )
         ]
         for turn in range(1, domain.section.max_turns + 1):
             text = environment.demonstrate(rng, noise)
@@ -133,6 +136,7 @@ def demonstrations(
             if steps is None:
                 conversations[-1].append({"role": "user", "content": step.observation.text})
             else:
-                conversations.append(domain.messages(steps.acted(text, step.observation.text)))
+                prompt = steps.acted(text, step.observation.text)
+                conversations.append(domain.messages(prompt, observation.history))
         yield conversations, success
     environment.close()

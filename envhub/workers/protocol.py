@@ -104,6 +104,8 @@ class FirstObservation(msgspec.Struct, frozen=True, tag=True):
     anchor: str
     prompt: str
     reference: str
+    row: dict[str, Any] = {}
+    history: tuple[tuple[str, str], ...] = ()
 
 
 class StepOutcome(msgspec.Struct, frozen=True, tag=True):

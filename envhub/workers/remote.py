@@ -59,7 +59,8 @@ class RemoteEnvironment(Environment):
         )
         self.prompt = first.prompt
         self.reference = first.reference
-        return Observation(first.text, first.anchor)
+        self.row = first.row
+        return Observation(first.text, first.anchor, first.history)
 
     async def step(self, text: str) -> StepResult:
         return self._stepped(

@@ -12,6 +12,7 @@ from typing import Any, Final
 from broker.contract.strict import text_problem
 from broker.errors import RlearnerError
 from envhub.envs.base import Observation, StepResult
+from envhub.envs.plain_row import BadRowError, plain_row
 
 # of one observation, anchor or frame: about 250,000 tokens
 MAX_TEXT_BYTES: Final = 1 << 20
@@ -34,7 +35,24 @@ def observation(method: str, value: object) -> Observation:
         raise ReturnedValueError(f"{method} returned {type(value).__name__}, not an Observation")
     text(f"{method} returned an Observation whose text", value.text)
     text(f"{method} returned an Observation whose anchor", value.anchor, limit=8 * MAX_TEXT_BYTES)
+    if value.history:
+        _check_history(method, value.history)
     return value
+
+
+def _check_history(method: str, history: object) -> None:
+    """Check that messages are a system message, if any, and pairs of user and assistant."""
+    messages = list(history) if isinstance(history, list | tuple) else [None]
+    pairs = [list(item) for item in messages if isinstance(item, list | tuple) and len(item) == 2]
+    if len(pairs) < len(messages):
+        raise ReturnedValueError(f"{method} returned a history that is not of (role, content)")
+    for _, content in pairs:
+        text(f"{method} returned a history whose message", content)
+    roles = [role for role, _ in pairs]
+    turns = roles[roles[0] == "system" :]
+    if turns != ["user", "assistant"] * (len(turns) // 2):
+        expected = "perhaps a system message, then user and assistant"
+        raise ReturnedValueError(f"{method} returned a history of {roles}, not {expected}")
 
 
 def step_result(value: object, method: str = "step") -> StepResult:
@@ -82,6 +100,21 @@ def text(label: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
     if size > limit:
         raise ReturnedValueError(f"{label} has {size} bytes, the limit is {limit}")
     return value
+
+
+def row(label: str, value: object) -> dict[str, Any]:
+    """Return the value as plain JSON values if it is a row.
+
+    Raises:
+        ReturnedValueError: if it is not a mapping that JSON can express, or is too large; names it
+            as ``label``.
+    """
+    if not value and isinstance(value, Mapping):
+        return {}
+    try:
+        return plain_row(value)
+    except BadRowError as error:
+        raise ReturnedValueError(f"{label} is {error}") from None
 
 
 def _check_metrics(value: object) -> dict[str, float]:

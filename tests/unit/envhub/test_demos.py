@@ -22,7 +22,8 @@ from envhub.episodes.frames import first_frame, frame
 from envhub.episodes.render import MARGIN_PX, outcome, write_gif
 from rlearner_text.config import TinyModel
 from rlearner_text.incremental_tokenization import Conversation
-from rlearner_text.supervised_masks import check_messages, encode_supervised
+from rlearner_text.rows.messages import check_messages
+from rlearner_text.supervised_masks import encode_supervised
 from rlearner_text.tiny import _write_tokenizer
 from rlearner_text.tokenizer import Tokenizer
 
