@@ -28,8 +28,8 @@ class HubThread:
         functions: by the name of their rewards.
         run: name of the run.
         find_address: returns the address of its broker, empty while there is none.
-        report_failure: called in the thread, once, with the name of the function that failed (empty:
-            the hub itself) and the error.
+        report_failure: called in the thread with the name of the function that failed (empty: the
+            hub itself) and the error.
     """
 
     def __init__(

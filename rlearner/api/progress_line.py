@@ -76,6 +76,13 @@ class ProgressLine:
         print(text, flush=True)
 
 
+class _NotebookText(str):
+    """A text that a notebook shows without quotes."""
+
+    def __repr__(self) -> str:
+        return str(self)
+
+
 LineWriter = Callable[[str, bool], None]
 
 
@@ -87,11 +94,11 @@ def _notebook_writer() -> LineWriter | None:
         return None
     from IPython.display import display
 
-    handle = display({"text/plain": ""}, raw=True, display_id=True)
+    handle = display(_NotebookText(""), display_id=True)
 
     def show(text: str, is_last: bool) -> None:
         if text:
-            handle.update({"text/plain": text}, raw=True)
+            handle.update(_NotebookText(text))
 
     return show
 

@@ -49,7 +49,7 @@ class Run:
 
     def __init__(
         self,
-        config: Mapping[str, Any] | str | os.PathLike[str],
+        config: UserSettings | str | os.PathLike[str],
         /,
         *,
         reward_funcs: Reward | Iterable[Reward] = (),
@@ -69,7 +69,8 @@ class Run:
         else:
             settings = name_run(load(self._path, self._overrides), self._path)
         self.name = str(settings["run"]["name"])
-        self.folder = Path(str(stored_value(settings, "run", "dir") or "runs")) / self.name
+        parent = Path(str(stored_value(settings, "run", "dir") or "runs"))
+        self.folder = parent.absolute() / self.name
         self._command: FollowedCommand | None = None
         self._steps = 0
         self._cleanup = ExitStack()

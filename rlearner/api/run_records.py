@@ -47,7 +47,8 @@ def _sample_rows(folder: Path, transcripts: TranscriptFactory) -> Iterator[dict[
                 "task": group.task_index,
                 "episode": trajectory.episode,
                 "prompt": transcript.prompt,
-                "response": transcript.text,
+                "text": transcript.text,  # with special tokens, of all turns
+                "response": trajectory.response,  # as rewards read it: of the last turn
                 "reference": group.reference,
                 "reward": trajectory.reward,
                 "reward_parts": trajectory.reward_parts,

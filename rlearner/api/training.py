@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
+from broker.settings.config import UserSettings
 from rlearner.api.plain_values import read_dataset
 from rlearner.api.reward_functions import Reward
 from rlearner.api.run import DATA_FILE, Run
@@ -56,18 +57,18 @@ def train(
         UserError: as in ``Run`` and ``Run.wait``.
     """
     is_tiny = model == TINY
-    config: dict[str, Any] = {
+    config: UserSettings = {
         "model": dict(model) if isinstance(model, Mapping) else {"path": os.fspath(model)},
         "samples": {"keep": True},
         **(TINY_SETTINGS if is_tiny else {}),
     }
     rows = None
     if isinstance(dataset, (str, os.PathLike)):
-        env_args: dict[str, Any] = {"path": os.path.abspath(dataset)}
+        data: Mapping[str, str] = {"path": os.path.abspath(dataset)}
     else:
         rows = read_dataset(dataset)
-        env_args = {"path": f"${{here}}/{DATA_FILE}", **_find_columns(rows[0])}
-    domain = {"env": "qa", "env_args": env_args, **(TINY_DOMAIN if is_tiny else {})}
+        data = {"path": f"${{here}}/{DATA_FILE}", **_find_columns(rows[0])}
+    domain = {"env": "qa", "env_args": data, **(TINY_DOMAIN if is_tiny else {})}
     config["domains"] = {DOMAIN: domain}
     run = Run(config, reward_funcs=reward_funcs, dataset=rows, **settings)
     return run.up().wait()
