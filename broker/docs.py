@@ -278,7 +278,14 @@ def _spelled(annotation: str) -> str:
     """Return an annotation with names of literals and types replaced by what they stand for."""
     if annotation == "PlainSettings":
         return "dict[str, Any]"
-    for name in ("FinishReason", "EpisodeEnd", "ClosedReason", "Dtype", "RefusalKind"):
+    for name in (
+        "FinishReason",
+        "EpisodeEnd",
+        "ClosedReason",
+        "MessageRole",
+        "Dtype",
+        "RefusalKind",
+    ):
         if annotation == name:
             return " | ".join(repr(value) for value in getattr(wire, name).__args__)
     return annotation

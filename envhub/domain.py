@@ -7,7 +7,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from broker.errors import ConfigError, DataError
-from broker.settings.config import DomainSection, Section, shows_anchors, takes_steps
+from broker.settings.config import (
+    DomainSection,
+    Section,
+    reads_episode,
+    shows_anchors,
+    takes_steps,
+)
 from broker.settings.registry import check_method, resolve
 from broker.settings.run_settings import RunSettings
 from broker.settings.sections import parse
@@ -76,6 +82,11 @@ class Domain:
         return load_estimator(
             self.name, self.section.length_estimator, self.section.length_estimator_args
         )
+
+    @cached_property
+    def sends_messages(self) -> bool:
+        """Whether rewards may read the messages of an episode, and its row."""
+        return reads_episode(self.section.rewards)
 
     def check(self) -> None:
         """Check that environment and length estimator can run; reads data files.

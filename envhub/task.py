@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from broker.contract import wire
 from broker.errors import RlearnerError
@@ -54,7 +55,10 @@ class EpisodeTask:
 
 @dataclass
 class EpisodeResult:
-    """A finished episode: one trajectory or one per turn; the last has metrics and response."""
+    """A finished episode: one trajectory or one per turn; the last has metrics and response.
+
+    ``row`` is empty unless the domain's rewards may read it.
+    """
 
     trajectories: list[wire.Trajectory]
     prompt: str
@@ -62,6 +66,7 @@ class EpisodeResult:
     generate_s: float
     env_step_s: float
     frames: list[str]
+    row: dict[str, Any] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:

@@ -11,9 +11,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 
 from broker.settings.config import RewardConfig
-from rewardhub.rewards.base import ResponseFault, Sample, Scored, check_scored, score_of_fault
+from rewardhub.rewards.base import (
+    ResponseFault,
+    Sample,
+    Score,
+    Scored,
+    check_scored,
+    score_of_fault,
+)
 from rewardhub.rewards.caller import PREFIX
-from rewardhub.rewards.loading import Score
 
 
 @dataclass(frozen=True)
@@ -115,9 +121,9 @@ def _run_call(call: _FunctionCall, runner: asyncio.Runner) -> Scored | BaseExcep
         value = call.score(call.sample)
         if inspect.isawaitable(value):
             value = runner.run(_await_value(value))
-        return check_scored(value)
+        return check_scored(value, call.sample.num_turns)
     except ResponseFault as response:
-        return score_of_fault(response)
+        return score_of_fault(response, call.sample.num_turns)
     except BaseException as error:  # noqa: BLE001 - user code may raise anything
         return error
 

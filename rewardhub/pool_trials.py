@@ -50,9 +50,10 @@ class PoolTrials:
         while samples:
             group = samples.popleft()
             if group.domain in domains:
-                rewards = domains[group.domain].rewards
+                section = domains[group.domain]
+                scoring = GroupScoring(group, section.rewards, 0)
                 try:
-                    ending = await score_group(GroupScoring(group, rewards, 0), rewards, scorers)
+                    ending = await score_group(scoring, section, scorers)
                 except NoWorkerError as error:
                     # The episode is not at fault.
                     samples.append(group)

@@ -29,9 +29,9 @@ class ScoreRequest(msgspec.Struct, frozen=True, tag=True):
 
 
 class ScoreReply(msgspec.Struct, frozen=True, tag=True):
-    """Reply with the value: a number or one for each part; None for LoadRewardRequest."""
+    """Reply with the value: a number or one for each part or turn; None for LoadRewardRequest."""
 
-    value: float | dict[str, float] | None
+    value: float | dict[str, float] | list[float] | None
     is_spent: bool = False  # the worker has used much of its memory and should be replaced
     notes: dict[str, float] = {}  # see ``rewardhub.rewards.base.Scored``
 

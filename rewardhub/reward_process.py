@@ -15,7 +15,7 @@ from broker.errors import RlearnerError
 from broker.system.workers import fault, limits, line
 from rewardhub import protocol
 from rewardhub.rewards import loading
-from rewardhub.rewards.base import NoScore, ResponseFault, check_scored, score_of_fault
+from rewardhub.rewards.base import NoScore, ResponseFault, Score, check_scored, score_of_fault
 
 
 class RewardHost:
@@ -25,7 +25,7 @@ class RewardHost:
         self._reader = reader
         self._writer = writer
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._score: loading.Score | None = None
+        self._score: Score | None = None
 
     async def serve(self) -> None:
         """Answer requests until the hub closes the connection."""
@@ -55,11 +55,13 @@ class RewardHost:
                 await self._load(request)
                 return protocol.ScoreReply(None)
             assert self._score is not None, "asked before it was loaded"
+            num_turns = request.sample.num_turns
             try:
                 value = self._score(request.sample)
-                scored = check_scored(await value if inspect.isawaitable(value) else value)
+                value = await value if inspect.isawaitable(value) else value
+                scored = check_scored(value, num_turns)
             except ResponseFault as response:
-                scored = score_of_fault(response)
+                scored = score_of_fault(response, num_turns)
             return protocol.ScoreReply(scored.value, notes=scored.notes)
         except (RlearnerError, NoScore) as error:
             return protocol.ScoreFailureReply(line.clean(f"{request.name}: {error}"), retry=False)

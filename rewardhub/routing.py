@@ -7,6 +7,7 @@ Forward or Close.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -19,7 +20,8 @@ from broker.contract.streams import EPISODES, MAX_DELIVERIES, Stream
 from broker.jetstream.ticket_results import result_log
 from broker.settings.config import DomainSection, RewardConfig
 from rewardhub.config import reward_labels
-from rewardhub.rewards.base import Sample, Scored, Value
+from rewardhub.episode_samples import with_rewards
+from rewardhub.rewards.base import Scored, Value, total_value
 
 # The environment's part of a trajectory's reward.
 ENV: Final = "env"
@@ -104,18 +106,38 @@ def add_scores(
     for r, scored in scores.items():
         value = scored.value
         notes = scored.notes
-        amount = sum(value.values()) if isinstance(value, dict) else value
+        amount = total_value(value)
         total += rewards[r].weight * amount
         if isinstance(value, dict):
             parts_and_notes |= {f"{names[r]}/{part}": number for part, number in value.items()}
         else:
-            parts_and_notes[names[r]] = value
+            parts_and_notes[names[r]] = amount
         # not part of the total
         parts_and_notes |= {f"{names[r]}/{note}": number for note, number in notes.items()}
         # If the environment gives no reward, the domain's first reward decides about success.
         if r == 0 and ENV not in parts:
             success = amount >= 1
     return total, parts_and_notes, success
+
+
+def add_turn_scores(
+    turn_rewards: Sequence[float],
+    scores: Mapping[int, Scored],
+    rewards: Sequence[RewardConfig],
+    first: int = 0,
+) -> list[float]:
+    """Return the rewards of turns with the scores that rewards gave per turn.
+
+    Args:
+        scores: as in ``add_scores``.
+        first: which turn of the episode is the first of these.
+    """
+    totals = list(turn_rewards)
+    for r, scored in scores.items():
+        if isinstance(scored.value, list):
+            for index, number in enumerate(scored.value[first : first + len(totals)]):
+                totals[index] += rewards[r].weight * number
+    return totals
 
 
 class GroupScoring:
@@ -188,11 +210,13 @@ class GroupScoring:
 
     def _forward(self) -> list[Action]:
         self.ended = True
-        trajectories = [
-            self._add(self._last[trajectory.episode], trajectory)
-            for trajectory in self.group.trajectories
-        ]
         pools = self.group.pools[1:]
+        num_turns: Counter[int] = Counter()  # by episode, of earlier trajectories
+        trajectories = []
+        for trajectory in self.group.trajectories:
+            scored = self._add(trajectory, num_turns[trajectory.episode])
+            num_turns[trajectory.episode] += len(trajectory.turns)
+            trajectories.append(scored if pools else msgspec.structs.replace(scored, messages=[]))
         scores = self.group.scores if pools else []
         group = msgspec.structs.replace(
             self.group, trajectories=trajectories, pools=pools, scores=scores
@@ -204,14 +228,20 @@ class GroupScoring:
         )
         return [ForwardAction(group, stream, key)]
 
-    def _add(self, index: int, trajectory: wire.Trajectory) -> wire.Trajectory:
-        scores = {r: self._values[index, r] for r in self._mine}
+    def _add(self, trajectory: wire.Trajectory, first_turn: int) -> wire.Trajectory:
+        scores = {r: self._values[self._last[trajectory.episode], r] for r in self._mine}
         total, parts, success = add_scores(
             trajectory.reward, trajectory.reward_parts, scores, self._rewards
         )
         success = trajectory.success if success is None else success
+        turns = with_rewards(
+            trajectory.turns,
+            add_turn_scores(
+                [turn.reward for turn in trajectory.turns], scores, self._rewards, first_turn
+            ),
+        )
         return msgspec.structs.replace(
-            trajectory, reward=total, reward_parts=parts, success=success
+            trajectory, reward=total, reward_parts=parts, success=success, turns=turns
         )
 
     def _scored_before(self) -> dict[tuple[int, int], Scored]:
@@ -220,34 +250,14 @@ class GroupScoring:
             label: r for r, label in enumerate(reward_labels(self._rewards)) if r in self._mine
         }
         digest = rewards_digest(self._rewards) if self.group.scores else ""
+        turns: Counter[int] = Counter()
+        for trajectory in self.group.trajectories:
+            turns[trajectory.episode] += len(trajectory.turns)
         return {
             (self._last[scores.episode], labels[score.reward]): Scored(score.value, score.notes)
             for scores in self.group.scores
             if scores.rewards == digest and scores.episode in self._last
             for score in scores.scores
             if score.reward in labels
+            and (not isinstance(score.value, list) or len(score.value) == turns[scores.episode])
         }
-
-
-def sample_of(group: wire.Group, trajectory: wire.Trajectory) -> Sample:
-    """Return the sample of the episode that this trajectory ends."""
-    turns = [
-        turn
-        for part in group.trajectories
-        if part.episode == trajectory.episode
-        for turn in part.turns
-    ]
-    return Sample(
-        domain=group.domain,
-        task_index=group.task_index,
-        prompt=group.prompt,
-        response=trajectory.response,
-        reference=group.reference,
-        reward=trajectory.reward,
-        reward_parts=trajectory.reward_parts,
-        success=trajectory.success,
-        end=trajectory.end,
-        num_turns=len(turns),
-        num_tokens=sum(turn.end - turn.start for turn in turns),
-        metrics=trajectory.metrics,
-    )

@@ -22,8 +22,9 @@ from broker.nats.subscription import LinkSubscription
 from broker.runtime.spans import SpanRecorder
 from broker.settings.config import DomainSection, RewardConfig
 from rewardhub.config import reward_labels
+from rewardhub.episode_samples import sample_of_request
 from rewardhub.rewards.base import Sample, Scored
-from rewardhub.routing import add_scores, rewards_digest
+from rewardhub.routing import add_scores, add_turn_scores, rewards_digest
 from rewardhub.score_dispatcher import ScoreDispatcher
 from rewardhub.worker_pool import NoWorkerError, ScoreError
 
@@ -95,7 +96,7 @@ class AheadScorer:
         mine = {index: reward for index, reward in enumerate(rewards) if reward.pool == pool}
         if not self._takes(pool) or not self._scorers.has_room(list(mine.values()), self._promised):
             return BUSY
-        sample = sample_of_request(request)
+        sample = sample_of_request(request, domains[request.domain].max_turns)
         promised = list(mine.values())
         self._promised += promised
         ticket = request.ticket if request.eval_step < 0 else 0
@@ -132,6 +133,7 @@ class AheadScorer:
             reward_parts=parts,
             success=request.success if success is None else success,
             partial=is_partial,
+            turn_rewards=add_turn_scores([turn.reward for turn in request.turns], scores, rewards),
         )
 
     async def _score(
@@ -144,8 +146,3 @@ class AheadScorer:
     async def close(self) -> None:
         """Answer no more requests."""
         await self.serve(())
-
-
-def sample_of_request(request: wire.EpisodeScoreRequest) -> Sample:
-    """Return the sample that the episode's group will hold."""
-    return Sample(**{name: getattr(request, name) for name in Sample.__struct_fields__})

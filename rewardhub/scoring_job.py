@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Final
 
 import msgspec
 
 from broker.contract import wire
-from broker.settings.config import DomainSection, RewardConfig
+from broker.settings.config import DomainSection
 from broker.system.workers.fault import TracebackLog
+from rewardhub.episode_samples import sample_of
 from rewardhub.routing import (
     Action,
     CloseAction,
@@ -19,7 +20,6 @@ from rewardhub.routing import (
     GroupScoring,
     ScoreAction,
     find_refusal,
-    sample_of,
 )
 from rewardhub.score_dispatcher import ScoreDispatcher
 from rewardhub.worker_pool import NoWorkerError, ScoreError
@@ -29,7 +29,7 @@ _traces: Final = TracebackLog()  # of this process
 
 
 async def score_group(
-    scoring: GroupScoring, rewards: Sequence[RewardConfig], scorers: ScoreDispatcher
+    scoring: GroupScoring, section: DomainSection, scorers: ScoreDispatcher
 ) -> ForwardAction | CloseAction:
     """Compute all scores of a group; the first one that finally fails ends it.
 
@@ -43,11 +43,7 @@ async def score_group(
             for action in todo:
                 if not isinstance(action, ScoreAction):
                     return action
-                asking.add(
-                    asyncio.create_task(
-                        _request_score(scoring, action, rewards[action.reward], scorers)
-                    )
-                )
+                asking.add(asyncio.create_task(_request_score(scoring, action, section, scorers)))
             finished, asking = await asyncio.wait(asking, return_when=asyncio.FIRST_COMPLETED)
             todo = [action for task in finished for action in task.result()]
     finally:
@@ -64,10 +60,10 @@ async def rescore_group(
         return None  # nothing to score
     ending: ForwardAction | CloseAction | None = find_refusal(message, message.pools[0], domains, 1)
     if ending is None:
-        rewards = domains[message.domain].rewards
+        section = domains[message.domain]
         unscored = msgspec.structs.replace(message, scores=[])
         try:
-            ending = await score_group(GroupScoring(unscored, rewards, 0), rewards, scorers)
+            ending = await score_group(GroupScoring(unscored, section.rewards, 0), section, scorers)
         except NoWorkerError as error:
             ending = CloseAction("aborted", str(error))
     if isinstance(ending, ForwardAction):
@@ -83,11 +79,12 @@ async def rescore_group(
 
 
 async def _request_score(
-    scoring: GroupScoring, ask: ScoreAction, reward: RewardConfig, scorers: ScoreDispatcher
+    scoring: GroupScoring, ask: ScoreAction, section: DomainSection, scorers: ScoreDispatcher
 ) -> list[Action]:
     group = scoring.group
     try:
-        value = await scorers.score(reward, sample_of(group, group.trajectories[ask.trajectory]))
+        sample = sample_of(group, group.trajectories[ask.trajectory], section.max_turns)
+        value = await scorers.score(section.rewards[ask.reward], sample)
     except ScoreError as error:
         _traces.say(log, f"ticket {group.ticket}: {error}", error.trace)
         return scoring.failed(ask, str(error), retry=error.retry)

@@ -305,14 +305,14 @@ class RewardhubService:
         await self._close(job, delivery.ticket, "unknown", delivery.eval_step, close)
 
     async def _score(self, job: _Job, group: wire.Group) -> None:
-        rewards = self.domains[group.domain].rewards
-        scoring = GroupScoring(group, rewards, self.settings.max_retries)
+        section = self.domains[group.domain]
+        scoring = GroupScoring(group, section.rewards, self.settings.max_retries)
         started_at = time.monotonic()
         try:
             with self.member.spans.work(
                 "reward", ticket=group.ticket if group.eval_step < 0 else 0
             ):
-                ending = await score_group(scoring, rewards, self.workers)
+                ending = await score_group(scoring, section, self.workers)
         except NoWorkerError as error:
             ending = CloseAction("aborted", str(error), own=False)
         if isinstance(ending, CloseAction) and job.delivery.has_lapsed:

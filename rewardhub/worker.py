@@ -20,6 +20,7 @@ from rewardhub.rewards.base import (
     NoScore,
     ResponseFault,
     Sample,
+    Score,
     Scored,
     check_scored,
     score_of_fault,
@@ -33,7 +34,7 @@ class RewardWorker:
         self._memory_mib = memory_mib
         # counts from the first score; what rewards load before is free
         self._allowance: limits.ResourceLimits | None = None
-        self._rewards: dict[str, loading.Score] = {}
+        self._rewards: dict[str, Score] = {}
         # one loop for all calls, so that a coroutine's clients stay usable
         self._loop = asyncio.Runner()
 
@@ -66,20 +67,20 @@ class RewardWorker:
                 trace=fault.trace(error),
             )
 
-    def _reward(self, name: str, args: dict[str, object]) -> loading.Score:
+    def _reward(self, name: str, args: dict[str, object]) -> Score:
         key = json.dumps([name, args], sort_keys=True)
         if key not in self._rewards:
             self._rewards[key] = loading.load(name, args)
         return self._rewards[key]
 
-    def _score(self, reward: loading.Score, sample: Sample) -> Scored:
+    def _score(self, reward: Score, sample: Sample) -> Scored:
         try:
             value = reward(sample)
             if inspect.isawaitable(value):
                 value = self._loop.run(_await_value(value))
         except ResponseFault as response:
-            return score_of_fault(response)
-        return check_scored(value)
+            return score_of_fault(response, sample.num_turns)
+        return check_scored(value, sample.num_turns)
 
 
 async def _await_value(value: Awaitable[object]) -> object:

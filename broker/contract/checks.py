@@ -91,6 +91,8 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
         "group_size": COUNT, "temperature": NATURAL, "deadline_s": POSITIVE,
     },
     wire.Turn: {"start": NATURAL, "end": NATURAL, "reward": FINITE},
+    wire.EpisodeToolCall: {},
+    wire.EpisodeMessage: {"turn": OPTIONAL},
     wire.Trajectory: {"episode": NATURAL, "reward": FINITE},
     wire.Group: {
         "ticket": COUNT, "task_index": NATURAL, "min_version": VERSION, "deliveries": COUNT,
@@ -235,6 +237,14 @@ def _check_structure(trajectory: wire.Trajectory) -> None:
     _require_finite("Trajectory", "reward_parts", trajectory.reward_parts)
     if trajectory.metrics:
         _require_finite("Trajectory", "metrics", trajectory.metrics)
+    _check_messages(trajectory.messages)
+
+
+def _check_messages(messages: list[wire.EpisodeMessage]) -> None:
+    for message in messages:
+        _check_numbers(message)
+        for call in message.tool_calls:
+            _require_json("EpisodeToolCall", "arguments", call.arguments)
 
 
 def _check_values(trajectories: list[wire.Trajectory]) -> None:
@@ -399,34 +409,43 @@ def _check_version_runs(message: str, column: wire.Column, sampled: int) -> None
 
 
 def _check_group(group: wire.Group) -> None:
-    """There is at least one trajectory, and each keeps its rules. Scores are finite."""
+    """There is at least one trajectory, and each keeps its rules. Scores are finite. row and
+    arguments of tool calls hold only what JSON can express."""
     if not group.trajectories:
         raise _rule_error("Group", "trajectories", "[]", "at least one")
     check_trajectories(group.trajectories)
     for episode_scores in group.scores:
         _check_numbers(episode_scores)
         _check_scores(episode_scores.scores)
+    _require_json("Group", "row", group.row)
 
 
 def _check_scores(scores: list[wire.RewardScore]) -> None:
     for score in scores:
-        _require_finite(
-            "RewardScore",
-            "value",
-            score.value if isinstance(score.value, dict) else {"": score.value},
-        )
+        value = score.value
+        if isinstance(value, list):
+            _require_finite("RewardScore", "value", _by_turn(value))
+        else:
+            numbers = value if isinstance(value, dict) else {"": value}
+            _require_finite("RewardScore", "value", numbers)
         _require_finite("RewardScore", "notes", score.notes)
 
 
 def _check_score_request(request: wire.EpisodeScoreRequest) -> None:
-    """reward_parts and metrics are finite."""
+    """reward_parts and metrics are finite. row and arguments of tool calls hold only what JSON can
+    express."""
     _require_finite("EpisodeScoreRequest", "reward_parts", request.reward_parts)
     _require_finite("EpisodeScoreRequest", "metrics", request.metrics)
+    for turn in request.turns:
+        _check_numbers(turn)
+    _check_messages(request.messages)
+    _require_json("EpisodeScoreRequest", "row", request.row)
 
 
 def _check_score_reply(reply: wire.EpisodeScoreReply) -> None:
-    """Scores and reward_parts are finite."""
+    """Scores, reward_parts and turn_rewards are finite."""
     _check_scores(reply.scores)
+    _require_finite("EpisodeScoreReply", "turn_rewards", _by_turn(reply.turn_rewards))
     _require_finite("EpisodeScoreReply", "reward_parts", reply.reward_parts)
 
 
@@ -765,6 +784,10 @@ def _find_non_json(value: Any) -> tuple[str, Any, str] | None:
     elif not (value is None or isinstance(value, str | int)):
         return "", value, "must be a mapping, list, text, number, boolean or null"
     return None
+
+
+def _by_turn(numbers: list[float]) -> dict[str, float]:
+    return {str(turn): number for turn, number in enumerate(numbers)}
 
 
 def _require_finite(message: str, field: str, numbers: dict[str, float]) -> None:

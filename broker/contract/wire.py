@@ -24,7 +24,7 @@ import numpy.typing as npt
 from broker.contract import sizes
 from broker.contract.sizes import MAX_GROUP_BYTES, MAX_SMALL_BYTES
 
-WIRE_VERSION: Final = 16
+WIRE_VERSION: Final = 17
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
 ACTOR: Final = "actor"  # the policy being trained
 EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step of messages of an evaluation; absent in training
@@ -132,6 +132,7 @@ SpanKind = Literal[
     "generate", "env_step", "reward", "train", "weights", "evaluate", "checkpoint", "wait"
 ]
 FinishReason = Literal["stop", "length", "abort", "deadline", "error", "busy"]
+MessageRole = Literal["system", "user", "assistant", "tool"]
 EpisodeEnd = Literal["terminated", "truncated", "timeout", "length"]
 ClosedReason = Literal[
     "late", "deadline", "env_error", "reward_error", "too_large", "malformed", "timeout",
@@ -150,6 +151,32 @@ class Turn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     finish_reason: FinishReason  # why generation of this turn ended
     server: str  # id of the rollout server that sampled it
     anchor: str = ""  # the observation acted on, the same for equal states (step groups of GiGPO)
+
+
+class EpisodeToolCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A call of a function in a message of the policy."""
+
+    name: str  # of the function
+    arguments: dict[str, Any]  # JSON values by name
+
+
+class EpisodeMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One message of an episode's conversation, as text."""
+
+    role: MessageRole  # tool: what tools answered
+    content: str  # with its markup of tool calls, if the policy sampled it
+    tool_calls: list[EpisodeToolCall] = []  # that the environment read in it
+    turn: int = -1  # the turn of the episode that sampled it, from 0; -1: none did
+
+    def plain(self) -> dict[str, Any]:
+        """Return the message in the form of chat templates."""
+        plain: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.tool_calls:
+            plain["tool_calls"] = [
+                {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+                for call in self.tool_calls
+            ]
+        return plain
 
 
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -173,13 +200,17 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     response: str = ""  # text of the last sampled turn, for rewards that read text
     metrics: dict[str, float] = {}  # numbers from the environment, averaged into env/<name>
     greedy: bool = False  # sampled at temperature 0 as a baseline, never trained on
+    # the conversation, on its last trajectory or in parts on each, for rewards that may read it;
+    # removed with the last score
+    messages: list[EpisodeMessage] = []
 
 
 class RewardScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One reward's score of one episode."""
 
     reward: str  # the reward's name, as in reward_parts
-    value: float | dict[str, float]  # a number, or one of each part, which add up
+    # a number, one of each part, or one of each turn of the episode; they add up
+    value: float | dict[str, float] | list[float]
     notes: dict[str, float] = {}  # numbers that are shown and not part of the reward, by name
 
 
@@ -218,6 +249,8 @@ class Group(Message, frozen=True, tag="Group"):
     temperature: float = 1.0  # sampling temperature of the trained tokens
     # not yet part of the rewards; the pools compute those that are missing
     scores: list[EpisodeScores] = []
+    # the task's row in its data set, JSON values by column, for rewards that may read it
+    row: dict[str, Any] = {}
 
 
 class EpisodeScoreRequest(Message, frozen=True, tag="EpisodeScoreRequest"):
@@ -240,6 +273,9 @@ class EpisodeScoreRequest(Message, frozen=True, tag="EpisodeScoreRequest"):
     num_turns: int  # turns of the episode
     num_tokens: int  # tokens in them
     eval_step: int = -1  # of the EvalTicket, -1 for training
+    turns: list[Turn] = []  # of the episode, without anchors, if rewards may read them
+    messages: list[EpisodeMessage] = []  # of all the episode's trajectories
+    row: dict[str, Any] = {}  # the group's
 
 
 class EpisodeScoreReply(Message, frozen=True, tag="EpisodeScoreReply"):
@@ -253,6 +289,7 @@ class EpisodeScoreReply(Message, frozen=True, tag="EpisodeScoreReply"):
     busy: bool = False  # nothing was tried: ask again later, while the group is not complete
     # rewards of the pool failed: neither reward nor success is known, later pools are not asked
     partial: bool = False
+    turn_rewards: list[float] = []  # of the request's turns, with the scores per turn
 
 
 class Closed(Message, frozen=True, tag="Closed"):

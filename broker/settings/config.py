@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Final, Literal, Self
 from urllib.parse import urlsplit
@@ -248,6 +248,10 @@ class ExampleSection(Section):
     answer: Annotated[str, Field(min_length=1)]
 
 
+# rewards of rewardhub/rewards that read no more of an episode than its response and reference
+RESPONSE_REWARDS: Final = ("math_answer", "code", "format", "length", "reward_model")
+
+
 class DomainSection(Section):
     """One kind of task: its environment, and how groups are run and scored."""
 
@@ -305,6 +309,16 @@ class DomainSection(Section):
     rewards: list[RewardConfig] = []
     # score each episode when it ends, if a reward hub is idle; false: with its group
     score_ahead: bool = True
+
+
+def reads_episode(rewards: Sequence[RewardConfig]) -> bool:
+    """Return whether one of the rewards may read an episode's messages, or its task's row."""
+    return any(
+        "{conversation}" in str(reward.args.get("template"))
+        if reward.name == "judge"
+        else reward.name not in RESPONSE_REWARDS
+        for reward in rewards
+    )
 
 
 def takes_steps(context: str, adv_estimator: str) -> bool:

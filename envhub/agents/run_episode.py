@@ -20,6 +20,7 @@ from envhub.agents.result import AgentResult, BadResult, read
 from envhub.agents.session import AgentSession, SessionContext
 from envhub.envs import agent as agent_env
 from envhub.envs.agent import AgentArgs
+from envhub.envs.plain_row import fitting_columns
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
 from envhub.workers.sandboxed import sandboxed_command, sandboxed_start
 from rlearner_text.openai import api_keys
@@ -99,9 +100,12 @@ class AgentRunner:
         prompt, reference = (
             agent_env.text_of(args, row, column) for column in (args.prompt, args.answer)
         )
-        return _make_result(
+        episode = _make_result(
             task, session, result, prompt=prompt, reference=reference, env_step_s=env_step_s
         )
+        if row is not None and task.domain.sends_messages:
+            episode.row = fitting_columns(row)
+        return episode
 
     def _task_line(self, task: EpisodeTask, row: object) -> str:
         fields: dict[str, object] = {
@@ -187,7 +191,13 @@ def _make_result(
     sampled = sum(turn.end - turn.start for sample in samples for turn in sample.turns)
     if (untrained := sampled - sum(sample.loss_mask.count(1) for sample in samples)) > 0:
         metrics["reshaped_share"] = untrained / sampled
-    trajectories = [_make_trajectory(task, session, sample, result, reward) for sample in samples]
+    trajectories = []
+    num_turns = 0
+    for sample in samples:
+        trajectory = _make_trajectory(task, session, sample, result, reward)
+        messages = session.messages_of(sample, num_turns)
+        trajectories.append(msgspec.structs.replace(trajectory, messages=messages))
+        num_turns += len(sample.turns)
     response = result.response
     if response is None:
         response = session.record.last_response

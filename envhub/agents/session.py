@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Sequence
@@ -14,7 +15,8 @@ from msgspec.structs import replace
 from broker.contract import wire
 from broker.errors import ConfigError
 from broker.runtime.spans import SpanRecorder
-from envhub.agents.record import EpisodeRecord
+from envhub.agents.dialogue import dialogue_messages
+from envhub.agents.record import EpisodeRecord, RecordedSample
 from envhub.lengths.base import UpcomingTurn
 from envhub.lengths.predictor import LengthPrediction, LengthPredictor
 from envhub.lengths.selection import task_key
@@ -104,6 +106,9 @@ class AgentSession:
         self._newest_version = -1
         self._is_over = False
         self._record_lock = asyncio.Lock()
+        # calls by the prompt's tokens; each sample's last one, with its answer
+        self._asked: dict[bytes, ChatBody] = {}
+        self._answered: dict[int, tuple[ChatBody, str]] = {}
 
     def close(self) -> None:
         """Refuse further requests: they come from a process that should have ended."""
@@ -128,7 +133,27 @@ class AgentSession:
         if any(len(prompt) >= self._section.max_context_tokens for prompt in prompts):
             # the server says so to the agent
             self.refusal = "length"
+        if isinstance(body, ChatBody) and self._task.domain.sends_messages:
+            self._asked[array("i", prompts[0]).tobytes()] = body
         return prompts
+
+    def messages_of(self, sample: RecordedSample, first: int) -> list[wire.EpisodeMessage]:
+        """Return the messages of a sample, if its last call was a chat and rewards may read them.
+
+        Args:
+            first: which turn of the episode is its first.
+        """
+        if sample.number not in self._answered:
+            return []
+        asked, text = self._answered[sample.number]
+        answer = ChatMessage(role="assistant", content=text)
+        if asked.offered:
+            with contextlib.suppress(HttpError):
+                syntax = tool_calls.tool_syntax(self._context.tokenizer)
+                words, calls = tool_calls.split_calls(text, syntax, "")
+                fields = {"role": "assistant", "content": words, "tool_calls": calls or None}
+                answer = ChatMessage.model_validate(fields)
+        return dialogue_messages([*asked.messages, answer], first, len(sample.turns))
 
     def _encoded(self, body: GenerationBody) -> list[Sequence[int]]:
         prompts: list[str] | list[list[int]]
@@ -243,11 +268,14 @@ class AgentSession:
             )
         self._context.lengths.add(prediction, len(sampled.token_ids))
         async with self._record_lock:
-            self.record.add_turn(prompt, sampled)
+            sample = self.record.add_turn(prompt, sampled)
         self.is_cut = sampled.finish_reason == "length"
         reply_id, _, index = request.request_id.removeprefix("http.").partition(".")
         text = tool_calls.text_with_markers(self._context.tokenizer, sampled.token_ids)
         self._answer_texts[tool_calls.prefix_of(reply_id, int(index))] = text
+        self._answered.pop(sample.number, None)
+        if (asked := self._asked.get(prompt.tobytes())) is not None:
+            self._answered[sample.number] = (asked, text)
         if text != self._context.tokenizer.decode(sampled.token_ids):
             self._with_specials.append(text)
         if versions := sampled.version_runs[::2]:

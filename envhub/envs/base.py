@@ -17,8 +17,9 @@ else the class, says:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal
 
 import msgspec
@@ -83,6 +84,8 @@ class Environment:
         has_reward: whether steps give a reward; if not, the domain must name reward functions.
         prompt: after ``reset``, the question for rewards that read text.
         reference: after ``reset``, the reference answer for rewards that compare with one.
+        row: after ``reset``, the task's row in its data set for rewards: JSON values by column, at
+            most 1 MiB.
     """
 
     Args: ClassVar[type[Section]] = Section
@@ -90,6 +93,7 @@ class Environment:
     has_reward: ClassVar[bool] = True
     prompt: str = ""
     reference: str = ""
+    row: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, args: Any) -> None:
         """Keep ``args``, an instance of ``Args``."""

@@ -15,6 +15,7 @@ from broker.contract import wire
 from broker.runtime.spans import SpanRecorder
 from broker.system.workers.fault import told, trace
 from envhub.envs.base import Environment, Observation, StepResult
+from envhub.episodes.conversation_log import ConversationLog
 from envhub.episodes.frames import first_frame, frame
 from envhub.lengths.base import UpcomingTurn
 from envhub.lengths.predictor import LengthPredictor
@@ -22,12 +23,12 @@ from envhub.lengths.selection import task_key
 from envhub.servers.turn import SampledTurn, TurnRequest, stirred
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
 from envhub.workers.calls import EnvironmentCalls
-from envhub.workers.returned import observation, step_result, text
+from envhub.workers.returned import observation, row, step_result, text
 from rlearner_text.incremental_tokenization import Conversation
 from rlearner_text.template_rules import Role, rules_for
 from rlearner_text.thinking import without_thinking
 from rlearner_text.tokenizer import CHARS_PER_TOKEN, LONG_TEXT, Tokenizer
-from rlearner_text.tool_calls import ToolCallError
+from rlearner_text.tool_calls import ToolCall, ToolCallError
 
 
 class TurnSampler(Protocol):
@@ -81,8 +82,11 @@ class Episode:
         self._generate_s = self._env_step_s = 0.0
         self._num_chars = 0
         self._server = self._response = ""
+        self._calls: list[ToolCall] = []  # of this turn
         self._task_key = self._previous_tokens = 0  # for the prediction of lengths
         self._role: Role = "user"  # of the next message
+        self._log = ConversationLog(task.domain) if task.domain.sends_messages else None
+        self._row: dict[str, Any] = {}
 
     async def run(self) -> EpisodeResult:
         """Play the episode.
@@ -101,6 +105,8 @@ class Episode:
             prompt = self._make_prompt(self._steps.open, view.text)
         await self._encode_ahead(prompt)
         self._observe(prompt)
+        if self._log is not None:
+            self._log.open(view.text)
         if (size := len(self._conversation)) >= limit:
             raise EpisodeFailed(
                 "fatal", f"the prompt has {size} tokens and max_context_tokens is {limit}"
@@ -124,6 +130,8 @@ class Episode:
                     anchor=view.anchor,
                 )
             )
+            if self._log is not None:
+                self._log.add_turn(self._response, self._calls)
             view = step.observation
             if (end_reason := self._end_reason(step)) is not None:
                 return self._result(step, end_reason)
@@ -134,6 +142,8 @@ class Episode:
             if not self._fits(prompt):
                 return self._result(step, "length")
             self._observe(prompt)
+            if self._log is not None:
+                self._log.add_observation(self._role, view.text)
 
     @property
     def _conversation(self) -> Conversation:
@@ -265,12 +275,15 @@ class Episode:
             prompt,
             text("after reset, reference", self._env.reference),
         )
+        if task.domain.sends_messages:
+            self._row = row("after reset, row", self._env.row)
         if task.record:
             self._record(first_frame(task.task_index, task.split, task.seed, await self._look()))
         return view
 
     async def _act(self, action: str, sampled: SampledTurn) -> StepResult:
         """Pass the policy's text or tool calls to the environment; reply to an unreadable call."""
+        self._calls = []
         if not self._task.domain.tools:
             return await self._step("step", action, action)
         # some models write calls with special tokens
@@ -284,6 +297,7 @@ class Episode:
             return StepResult(Observation(f"error: {error}"), 0.0, done=False, valid=False)
         if calls:
             self._role = "tool"
+            self._calls = calls
             return await self._step("use", action, calls)
         self._role = "user"
         return await self._step("step", action, action)
@@ -356,6 +370,7 @@ class Episode:
                 response=self._response if index == last else "",
                 metrics=metrics if index == last else {},
                 greedy=self._task.greedy,
+                messages=self._log.messages if self._log is not None and index == last else [],
             )
             for index, (conversation, own_turns) in enumerate(
                 zip(self._conversations, parts, strict=True)
@@ -369,4 +384,5 @@ class Episode:
             generate_s=self._generate_s,
             env_step_s=self._env_step_s,
             frames=self._frames,
+            row=self._row,
         )

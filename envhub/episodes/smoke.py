@@ -12,9 +12,11 @@ from broker.errors import UserError
 from broker.settings.run_settings import RunSettings
 from envhub.domain import Domain, load_domains
 from envhub.envs.agent import AgentEnvironment
-from envhub.envs.base import WORKER, Environment
+from envhub.envs.base import WORKER, Environment, StepResult
+from envhub.episodes.conversation_log import ConversationLog
 from envhub.workers.calls import CallFailed, EnvironmentCalls
 from envhub.workers.returned import ReturnedValueError, observation, step_result
+from envhub.workers.returned import row as returned_row
 from envhub.workers.worker_pool import NoWorker, RemoteEnvironment, WorkerPools
 
 TRIAL_TEXT: Final = "trial"
@@ -75,24 +77,39 @@ async def _try_domain(
 async def _play_episode(
     domain: Domain, calls: EnvironmentCalls, environment: Environment
 ) -> dict[str, Any]:
-    observation("reset", await calls.call(environment, "reset", 0, "train", SEED))
-    rewards = []
+    view = observation("reset", await calls.call(environment, "reset", 0, "train", SEED))
+    log = ConversationLog(domain)
+    log.open(view.text)
+    row = returned_row("after reset, row", environment.row)
+    turns: list[dict[str, Any]] = []
+    step = StepResult(view, 0.0, done=False)
     for _ in range(min(domain.section.max_turns, MAX_TURNS)):
+        if turns:
+            log.add_observation("user", step.observation.text)
         step = step_result(await calls.call(environment, "step", TRIAL_TEXT), "step")
-        rewards.append(step.reward)
+        message = len(log.messages)
+        turns.append(
+            {"message": message, "reward": step.reward, "valid": step.valid, "num_tokens": 1}
+        )
+        log.add_turn(TRIAL_TEXT, [])
         if step.done:
             break
+    reward = sum(turn["reward"] for turn in turns)
     return {
         "domain": domain.name,
         "task_index": 0,
         "prompt": environment.prompt,
         "response": TRIAL_TEXT,
         "reference": environment.reference,
-        "reward": sum(rewards),
-        "reward_parts": {"env": sum(rewards)} if domain.environment.has_reward else {},
+        "reward": reward,
+        "reward_parts": {"env": reward} if domain.environment.has_reward else {},
         "success": step.success,
         "end": "terminated" if step.done and not step.truncated else "truncated",
-        "num_turns": len(rewards),
-        "num_tokens": len(rewards),
+        "num_turns": len(turns),
+        "num_tokens": len(turns),
         "metrics": step.metrics,
+        "row": row,
+        "messages": [message.plain() for message in log.messages],
+        "turns": turns,
+        "max_turns": domain.section.max_turns,
     }

@@ -172,4 +172,5 @@ def group(
         frames=results[0].frames,
         temperature=temperature if assignment.temperature is None else assignment.temperature,
         scores=list(scores),
+        row=results[0].row,
     )

@@ -114,8 +114,16 @@ class EarlyScores:
                 return
             if pool == self._pools[0] and ENV not in message.reward_parts:
                 self._judged(message.episode, reply.success)
+            turns = message.turns
+            if len(reply.turn_rewards) == len(turns):
+                pairs = zip(turns, reply.turn_rewards, strict=True)
+                turns = [replace(turn, reward=reward) for turn, reward in pairs]
             message = replace(
-                message, reward=reply.reward, reward_parts=reply.reward_parts, success=reply.success
+                message,
+                reward=reply.reward,
+                reward_parts=reply.reward_parts,
+                success=reply.success,
+                turns=turns,
             )
 
     async def _ask(
@@ -175,4 +183,7 @@ def score_request(assignment: TicketAssignment, result: EpisodeResult) -> wire.E
         num_turns=len(turns),
         num_tokens=sum(turn.end - turn.start for turn in turns),
         eval_step=assignment.eval_step,
+        turns=[replace(turn, anchor="") for turn in turns],
+        messages=[message for part in result.trajectories for message in part.messages],
+        row=result.row,
     )

@@ -104,6 +104,7 @@ class FirstObservation(msgspec.Struct, frozen=True, tag=True):
     anchor: str
     prompt: str
     reference: str
+    row: dict[str, Any] = {}
 
 
 class StepOutcome(msgspec.Struct, frozen=True, tag=True):

@@ -59,6 +59,7 @@ class RemoteEnvironment(Environment):
         )
         self.prompt = first.prompt
         self.reference = first.reference
+        self.row = first.row
         return Observation(first.text, first.anchor)
 
     async def step(self, text: str) -> StepResult:

@@ -12,6 +12,7 @@ from typing import Any, Final
 from broker.contract.strict import text_problem
 from broker.errors import RlearnerError
 from envhub.envs.base import Observation, StepResult
+from envhub.envs.plain_row import BadRowError, plain_row
 
 # of one observation, anchor or frame: about 250,000 tokens
 MAX_TEXT_BYTES: Final = 1 << 20
@@ -82,6 +83,21 @@ def text(label: str, value: object, *, limit: int = MAX_TEXT_BYTES) -> str:
     if size > limit:
         raise ReturnedValueError(f"{label} has {size} bytes, the limit is {limit}")
     return value
+
+
+def row(label: str, value: object) -> dict[str, Any]:
+    """Return the value as plain JSON values if it is a row.
+
+    Raises:
+        ReturnedValueError: if it is not a mapping that JSON can express, or is too large; names it
+            as ``label``.
+    """
+    if not value and isinstance(value, Mapping):
+        return {}
+    try:
+        return plain_row(value)
+    except BadRowError as error:
+        raise ReturnedValueError(f"{label} is {error}") from None
 
 
 def _check_metrics(value: object) -> dict[str, float]:

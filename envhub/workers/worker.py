@@ -72,7 +72,10 @@ class EnvironmentWorker:
         assert self._environment is not None
         prompt = returned.text("after reset, prompt", self._environment.prompt)
         reference = returned.text("after reset, reference", self._environment.reference)
-        return protocol.FirstObservation(observation.text, observation.anchor, prompt, reference)
+        row = returned.row("after reset, row", self._environment.row)
+        return protocol.FirstObservation(
+            observation.text, observation.anchor, prompt, reference, row
+        )
 
     def _step(self, method: str, action: Any) -> protocol.StepOutcome:
         step = returned.step_result(self._call(method, action), method)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, ClassVar, Final, Protocol
 
 import msgspec
 
 from broker.settings.config import Section
 
-# A number, or the number of each part; parts add up to the reward.
-Value = float | dict[str, float]
+# A number, or the number of each part or of each turn; these add up to the reward.
+Value = float | dict[str, float] | list[float]
 
 
 class Scored(msgspec.Struct, frozen=True):
@@ -19,6 +19,15 @@ class Scored(msgspec.Struct, frozen=True):
 
     value: Value
     notes: dict[str, float] = {}  # by name; shown as ``<reward>/<name>``
+
+
+class SampleTurn(msgspec.Struct, frozen=True, kw_only=True):
+    """One turn of the policy."""
+
+    message: int  # index of its message among the sample's messages
+    reward: float  # from the environment, and from rewards of earlier pools with a score per turn
+    valid: bool  # whether the text parsed to an action
+    num_tokens: int  # tokens that the policy sampled
 
 
 class Sample(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +45,15 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     num_turns: int  # turns the policy took in the episode
     num_tokens: int  # tokens the policy sampled in them
     metrics: dict[str, float]  # numbers from the environment
+    # The task's row in its data set, as JSON values by column; empty without a data set.
+    row: dict[str, Any] = {}
+    # The whole conversation in OpenAI's form, with the tool calls and their results.
+    messages: list[dict[str, Any]] = []
+    turns: list[SampleTurn] = []  # of the policy, in order
+    max_turns: int = 1  # that an episode of the domain may have
+
+
+Score = Callable[[Sample], object]
 
 
 class RewardProtocol(Protocol):
@@ -93,7 +111,7 @@ class InvalidScoreError(NoScore):
     """A reward returned something that is not a finite number."""
 
 
-def check_scored(value: object) -> Scored:
+def check_scored(value: object, num_turns: int) -> Scored:
     """Return a reward's result as plain floats.
 
     Raises:
@@ -101,30 +119,48 @@ def check_scored(value: object) -> Scored:
     """
     if isinstance(value, Scored):
         return Scored(
-            check_value(value.value), _check_numbers(value.notes, "note") if value.notes else {}
+            check_value(value.value, num_turns),
+            _check_numbers(value.notes, "note") if value.notes else {},
         )
-    return Scored(check_value(value))
+    return Scored(check_value(value, num_turns))
 
 
-def score_of_fault(fault: ResponseFault) -> Scored:
+def score_of_fault(fault: ResponseFault, num_turns: int) -> Scored:
     """Return the reward of a response that is at fault.
 
     Raises:
         InvalidScoreError: as in ``check_scored``.
     """
-    return check_scored(Scored(fault.value, {fault.note: 1.0}))
+    return check_scored(Scored(fault.value, {fault.note: 1.0}), num_turns)
 
 
-def check_value(value: object) -> Value:
+def check_value(value: object, num_turns: int) -> Value:
     """Return the value as plain floats.
 
+    Args:
+        num_turns: turns of the episode.
+
     Raises:
-        InvalidScoreError: if it is neither a finite number nor a mapping of names to finite
-            numbers.
+        InvalidScoreError: if it is neither a finite number, nor a mapping of names to finite
+            numbers, nor a list of one finite number for each turn.
     """
     if isinstance(value, Mapping):
         return _check_numbers(value, "part")
-    return _check_number(value, "the reward")
+    if not isinstance(value, (list, tuple)) and getattr(value, "ndim", 0) != 1:
+        return _check_number(value, "the reward")
+    scores: list[object] = list(value)  # type: ignore[call-overload]  # also an array
+    if len(scores) != num_turns:
+        raise InvalidScoreError(
+            f"a reward of turns needs a number for each of the {num_turns} turns, got {len(scores)}"
+        )
+    return [_check_number(score, f"turn {turn}") for turn, score in enumerate(scores)]
+
+
+def total_value(value: Value) -> float:
+    """Return the reward that parts or turns add up to."""
+    if isinstance(value, dict):
+        return sum(value.values())
+    return sum(value) if isinstance(value, list) else value
 
 
 def _check_numbers(value: Mapping[Any, object], noun: str) -> dict[str, float]:

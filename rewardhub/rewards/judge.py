@@ -34,6 +34,7 @@ from broker.errors import UserError
 from broker.settings.config import HttpUrl, Section
 from broker.settings.secret import SecretRef
 from rewardhub.rewards.base import NoScore, Sample, Scored
+from rewardhub.rewards.conversation import conversation_text
 from rlearner_text.thinking import after_thinking
 
 log = logging.getLogger(__name__)
@@ -55,14 +56,15 @@ REPEATED_REQUEST: Final = (
     "That holds no line `Score: N` with a number N from {low} to {high}. Answer with "
     "that line alone."
 )
-SLOTS: Final = re.compile(r"\{(prompt|response|reference|low|high)\}")
+SLOTS: Final = re.compile(r"\{(prompt|response|conversation|reference|low|high)\}")
 NUMBER: Final = r"(?i)score\W{0,5}(-?\d+(?:\.\d+)?)"
 
 
 def _has_response(value: str) -> str:
-    if "{response}" not in value:
+    if "{response}" not in value and "{conversation}" not in value:
         raise ValueError(
-            "it must hold {response}; also allowed: {prompt}, {reference}, {low}, {high}"
+            "it must hold {response} or {conversation}; also allowed: {prompt}, {reference}, "
+            "{low}, {high}"
         )
     return value
 
@@ -97,7 +99,7 @@ class JudgeArgs(Section):
     low: float = 0.0
     high: float = 10.0
     asks_again: NonNegativeInt = 2  # if the answer holds no score, or one out of range
-    # sent of the response's end; the note ``truncated`` is 1 if it is longer
+    # sent of the end of response or conversation; the note ``truncated`` is 1 if it is longer
     max_chars: PositiveInt = 100_000
     temperature: NonNegativeFloat = 0.0
     max_tokens: PositiveInt = 1024
@@ -239,10 +241,12 @@ class JudgeReward:
 
     def _messages(self, sample: Sample) -> tuple[list[dict[str, str]], bool]:
         args = self._args
-        truncated = len(sample.response) > args.max_chars
+        conversation = conversation_text(sample) if "{conversation}" in args.template else ""
+        truncated = max(len(sample.response), len(conversation)) > args.max_chars
         slots = {
             "prompt": sample.prompt,
             "response": sample.response[-args.max_chars :],
+            "conversation": conversation[-args.max_chars :],
             "reference": sample.reference or "(none)",
             "low": f"{args.low:g}",
             "high": f"{args.high:g}",

@@ -1,15 +1,14 @@
 """Loads a reward by its name: a class of the registry, or a user's own function.
 
-A function is called as ``function(sample, **args)`` with a ``rewardhub.rewards.base.Sample``, and
-returns a number or a mapping of part names to numbers; it may be a coroutine function.
+A function has one of the forms of ``rewardhub.rewards.function_forms``. It returns a number, a
+mapping of part names to numbers, or a list with one number per turn; it may be a coroutine function.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from broker.errors import ConfigError
@@ -18,9 +17,8 @@ from broker.settings.registry import check_method, resolve
 from broker.settings.secret import resolved, variables
 from broker.settings.sections import parse
 from rewardhub.rewards import REWARDS
-from rewardhub.rewards.base import Sample
-
-Score = Callable[[Sample], object]
+from rewardhub.rewards.base import Score
+from rewardhub.rewards.function_forms import adapt_function, find_form
 
 
 @dataclass(frozen=True)
@@ -50,8 +48,7 @@ def load(name: str, args: Mapping[str, Any], key: str = "rewards") -> Score:
         make: Any = reward_class
         score: Score = make(_class_args(reward_class, name, args, key)).score
         return score
-    _check_call(reward_class, args, key)
-    return partial(reward_class, **resolved(args, f"{key}.args"))
+    return adapt_function(reward_class, resolved(args, f"{key}.args"), key)
 
 
 def check(name: str, args: Mapping[str, Any], key: str = "rewards") -> Any:
@@ -64,7 +61,11 @@ def check(name: str, args: Mapping[str, Any], key: str = "rewards") -> Any:
     """
     reward_class = _resolve_reward(name, key)
     if not inspect.isclass(reward_class):
-        _check_call(reward_class, args, key)
+        try:
+            find_form(reward_class, args, key)
+        except ConfigError as error:
+            value = name if error.key == f"{key}.name" else error.value
+            raise ConfigError(error.key, value, error.allowed) from None
         return None
     checked = _class_args(reward_class, name, args, key)
     if (look := getattr(reward_class, "check", None)) is not None:
@@ -130,20 +131,3 @@ def _class_args(reward_class: Any, name: str, args: Mapping[str, Any], key: str)
             f"{key}.name", name, "a class must have Args, a pydantic model of its arguments"
         )
     return parse(f"{key}.args", dict(args), model)
-
-
-def _check_call(function: Any, args: Mapping[str, Any], key: str) -> None:
-    try:
-        signature = inspect.signature(function)
-    except ValueError:
-        # Some callables written in C have no signature.
-        return
-    try:
-        signature.bind(None, **args)
-    except TypeError as error:
-        call_text = f"{getattr(function, '__name__', 'it')}{signature}"
-        raise ConfigError(
-            f"{key}.args",
-            dict(args),
-            f"{call_text} is called with a sample and these arguments, but {error}",
-        ) from None

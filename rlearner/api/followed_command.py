@@ -10,8 +10,8 @@ from typing import Any
 from broker.errors import UserError, described
 from broker.settings.run_address import address_by
 from broker.system.workers import fault
+from rewardhub.rewards.base import NoScore, Score
 from rewardhub.rewards.caller import VARIABLE
-from rewardhub.rewards.loading import Score
 from rlearner.api.command_process import CommandProcess
 from rlearner.api.hub_thread import HubThread
 
@@ -64,7 +64,9 @@ class FollowedCommand:
         finally:
             if self._failure is not None:
                 name, error = self._failure
-                text = f"{name}: {fault.told(error)}"
+                # The words of ours that say why there is no score need no type.
+                reason = str(error) if isinstance(error, NoScore) else fault.told(error)
+                text = f"{name}: {reason}"
                 if not name:
                     text = f"the hub of the reward functions failed: {described(error)}"
                 raise UserError(text) from error

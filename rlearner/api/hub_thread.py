@@ -12,8 +12,8 @@ from broker.errors import reason_of
 from broker.runtime.process import Stop, Stopped, join, unless_stopped
 from rewardhub.cli import parser
 from rewardhub.function_pool import FunctionPool
+from rewardhub.rewards.base import Score
 from rewardhub.rewards.caller import POOL
-from rewardhub.rewards.loading import Score
 from rewardhub.service import RewardhubService
 
 HUB: Final = "caller-1"

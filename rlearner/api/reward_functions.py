@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from broker.errors import ConfigError
+from rewardhub.rewards.base import Score
 from rewardhub.rewards.caller import POOL, PREFIX
-from rewardhub.rewards.loading import Score
+from rewardhub.rewards.function_forms import adapt_function
 
 # A function, the name of a reward as in a configuration, or such an entry itself.
 Reward = Callable[..., Any] | str | Mapping[str, Any]
@@ -34,7 +35,7 @@ class RewardFunctions:
         for reward in [rewards] if is_single else rewards:  # type: ignore[union-attr]
             if callable(reward):
                 name = self._unused_name(reward)
-                self.functions[name] = adapt_function(reward)
+                self.functions[name] = adapt_function(reward, {}, "reward_funcs")
                 self.entries.append({"name": f"{PREFIX}{name}", "pool": POOL})
             elif isinstance(reward, str):
                 self.entries.append({"name": reward})
@@ -55,8 +56,3 @@ class RewardFunctions:
         numbers = range(2, len(self.functions) + 3)
         names = [name, *(f"{name}_{number}" for number in numbers)]
         return next(name for name in names if name not in self.functions)
-
-
-def adapt_function(function: Callable[..., Any]) -> Score:
-    """Return a function that scores one sample."""
-    return function

@@ -24,8 +24,7 @@ from broker.settings.config import DomainSection, RewardConfig
 from envhub.task import EpisodeResult
 from envhub.tickets.assignment import assignment, group
 from envhub.tickets.early_scores import EarlyScores, score_request
-from rewardhub.routing import sample_of
-from rewardhub.score_ahead import sample_of_request
+from rewardhub.episode_samples import sample_of, sample_of_request
 
 FUNCTIONS = str(Path(__file__).parents[1] / "kit" / "reward_functions.py")
 REWARDHUB = ("-m", "rewardhub.cli")

@@ -187,6 +187,26 @@ def names_half_a_character(sample: Any) -> dict[str, float]:
     return {"a\ud83d": 1.0}
 
 
+def trl_exact(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
+    """TRL's form."""
+    return [float(answer[0] in completions[0])]
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None
+) -> dict[str, Any]:
+    """verl's form."""
+    return {"score": 0.5 * (ground_truth in solution_str), "turns": extra_info["num_turns"]}
+
+
+def per_turn(sample: Any) -> list[float]:
+    return [float(turn) for turn in range(sample.num_turns)]
+
+
+def two_forms(completions: list[str], solution_str: str) -> list[float]:
+    return []
+
+
 def slow(sample: Any, *, folder: str, seconds: float = 0.0) -> float:
     """Takes its time, and leaves one file for each score."""
     began = Path(folder) / f"{sample.task_index}.{time.time_ns()}.began"

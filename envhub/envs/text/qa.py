@@ -10,6 +10,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 from pydantic import Field
@@ -79,8 +80,7 @@ class QuestionAnswer(Environment):
         for path in dict.fromkeys(cls.data_files(args)):
             rows = read_rows(path, args.question, args.answer, args.answer_after)
             references += [
-                (f"{path}, row {number}", answer)
-                for number, (_, answer) in enumerate(rows, start=1)
+                (f"{path}, row {number}", row.answer) for number, row in enumerate(rows, start=1)
             ]
         return references
 
@@ -101,7 +101,10 @@ class QuestionAnswer(Environment):
         epoch, position = divmod(task_index, len(rows))
         if split == "train":
             position = int(_epoch_order(len(rows), self.args.shuffle_seed, epoch)[position])
-        self.prompt, self.reference = rows[position]
+        row = rows[position]
+        self.prompt = row.question
+        self.reference = row.answer
+        self.row = msgspec.json.decode(row.columns)
         return Observation(self.args.template.replace(SLOT, self.prompt))
 
     def step(self, text: str) -> StepResult:
@@ -112,7 +115,7 @@ class QuestionAnswer(Environment):
         if rng.random() >= noise:
             return self.reference
         rows = _split_rows(self.args, "train")
-        return rows[int(rng.integers(len(rows)))][1]
+        return rows[int(rng.integers(len(rows)))].answer
 
 
 @lru_cache(maxsize=32)

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
+
+import msgspec
 
 from broker.errors import ConfigError, DataError
+from envhub.envs.plain_row import fitting_columns
 from rlearner_text import data_rows
 from rlearner_text.data_rows import PARQUET
 
-Row = tuple[str, str]  # question, answer
+
+class Row(NamedTuple):
+    """A row of a data set of questions.
+
+    Attributes:
+        columns: all of its columns that a sample's row can have, as JSON.
+    """
+
+    question: str
+    answer: str
+    columns: bytes = b"{}"
+
 
 JSONL: Final = (".jsonl", ".ndjson", ".json")
 
@@ -40,7 +54,9 @@ def read_rows(path: str, question: str, answer: str, answer_after: str) -> tuple
         question_text, answer_text = (
             _column_text(path, line, record, column) for column in (question, answer)
         )
-        rows.append((question_text, _text_after(path, line, answer_text, answer, answer_after)))
+        reference = _text_after(path, line, answer_text, answer, answer_after)
+        columns = msgspec.json.encode(fitting_columns(record))
+        rows.append(Row(question_text, reference, columns))
     if not rows:
         raise ConfigError("path", path, "the file holds no rows")
     return tuple(rows)

@@ -172,6 +172,55 @@ async def test_calls_become_samples_of_exactly_what_was_sampled(
     assert (policy.asks[1].sticky, policy.asks[2].conversation_id) == ("s1", "hub.1.1")
 
 
+def read_messages(episode: EpisodeResult) -> list[tuple[str, str, int]]:
+    return [
+        (message.role, message.content, message.turn)
+        for trajectory in episode.trajectories
+        for message in trajectory.messages
+    ]
+
+
+async def test_rewards_see_the_messages_of_all_calls_and_the_row(
+    play: Play, tokenizer: Tokenizer
+) -> None:
+    policy = Policy(tokenizer, lambda context: "right" if context.count("user") > 1 else "yes")
+    episode = await play("talks", policy, rewards=[{"name": "./mine.py:f"}])
+    assert read_messages(episode) == [
+        ("system", "be brief", -1),
+        ("user", "row B", -1),
+        ("assistant", "yes", 0),
+        ("user", "again after yes", -1),
+        ("assistant", "right", 1),
+        ("user", "something else", -1),
+        ("assistant", "yes", 2),
+    ]
+    assert episode.row == {"q": "B", "a": "two"}
+    unread = await play("talks", policy, rewards=[{"name": "math_answer"}])
+    assert (read_messages(unread), unread.row) == ([], {})
+    tokens = await play("asks_tokens", rewards=[{"name": "./mine.py:f"}])
+    assert read_messages(tokens) == []
+
+
+async def test_rewards_see_the_tool_calls_of_agents(play: Play, with_tools: Tokenizer) -> None:
+    episode = await play(
+        "calls_tools",
+        Policy(with_tools, calling),
+        tokenizer=with_tools,
+        max_context_tokens=900,
+        sampling={"max_tokens": 200},
+        rewards=[{"name": "./mine.py:f"}],
+    )
+    (trajectory,) = episode.trajectories
+    assert read_messages(episode) == [
+        ("user", "what is 2 + 3?", -1),
+        ("assistant", "Let me add.", 0),
+        ("tool", "5", -1),
+        ("assistant", "5", 1),
+    ]
+    (call,) = trajectory.messages[1].tool_calls
+    assert (call.name, call.arguments) == ("add", {"of": [2, 3]})
+
+
 async def test_of_two_calls_from_one_place_one_goes_on_and_one_begins_anew(play: Play) -> None:
     played = await play("at_once")
     assert sorted(len(one.turns) for one in played.trajectories) == [1, 2]

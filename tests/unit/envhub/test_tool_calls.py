@@ -16,12 +16,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from template_models import make_tokenizer_folder
 
-from broker.contract import checks
+from broker.contract import checks, codec, wire
 from broker.errors import ConfigError
 from envhub.envs.base import Environment, Observation, Split, StepResult
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
 from envhub.task import EpisodeTask
+from envhub.tickets.assignment import assignment, group
+from envhub.tickets.early_scores import score_request
 from envhub.workers.calls import EnvironmentCalls
+from rewardhub.episode_samples import sample_of, sample_of_request
+from rewardhub.rewards.base import SampleTurn
+from rewardhub.rewards.conversation import conversation_text
+from rewardhub.rewards.function_forms import adapt_function
 from rlearner_text.incremental_tokenization import Conversation
 from rlearner_text.openai import tool_calls
 from rlearner_text.template_rules import TemplateRules
@@ -199,6 +205,7 @@ class Calculator(Environment):
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         self._sum = 0
+        self.row = {"numbers": (3, 4), "level": 0.5}
         return Observation("Add 3 and 4.")
 
     def use(self, calls: Sequence[ToolCall]) -> StepResult:
@@ -252,3 +259,74 @@ async def test_an_episode_calls_tools_and_then_says_the_answer(
     answers = [part.split("\n</tool_response>")[0] for part in shown.split("<tool_response>\n")[1:]]
     assert answers == ["sum 3", "error: the tool call is not valid JSON: Expecting value", "sum 7"]
     assert '"name": "add"' in shown.split("<|im_end|>")[0]  # the template tells of the tools
+
+
+CALL_3 = {"type": "function", "function": {"name": "add", "arguments": {"to": 3}}}
+WHOLE = [
+    {"role": "system", "content": "be brief"},
+    {"role": "user", "content": "Add 1."},
+    {"role": "assistant", "content": "1"},
+    {"role": "user", "content": "Add 3 and 4."},
+    {"role": "assistant", "content": f"<tool_call>{ADD_3}</tool_call>", "tool_calls": [CALL_3]},
+    {"role": "tool", "content": "sum 3"},
+    {"role": "assistant", "content": "<tool_call>add 4"},
+    {"role": "tool", "content": "error: the tool call is not valid JSON: Expecting value"},
+    {"role": "assistant", "content": "3"},
+]
+
+
+@pytest.mark.parametrize("context", ["full", "steps"])
+@pytest.mark.parametrize("reward", ["./mine.py:f", "math_answer"])
+async def test_a_reward_sees_every_message_call_and_result(
+    tokenizers: dict[str, Tokenizer], context: str, reward: str
+) -> None:
+    texts = iter([f"<tool_call>{ADD_3}</tool_call>", "<tool_call>add 4", "3"])
+    scripted = Scripted(tokenizers["hermes"], lambda _: next(texts))
+    runners = EpisodeRunners(
+        tokenizers["hermes"], scripted, EnvironmentCalls(20.0), EpisodeLimits(60.0, 10.0)
+    )
+    calculator = domain(
+        f"{Path(__file__).stem}:Calculator",
+        isolation="none",
+        context=context,
+        max_turns=9,
+        sampling={"max_tokens": 200},
+        system_prompt="be brief",
+        examples=[{"question": "Add 1.", "answer": "1"}],
+        rewards=[{"name": reward}],
+    )
+    task = EpisodeTask("c", calculator, task_index=5, split="train", seed=1, episode=0)
+    result = await runners.play(task, lambda _: None)
+    await runners.close()
+    ticket = assignment(
+        wire.Ticket(
+            number=7, domain="d", task_index=5, seed=1, min_version=0, max_staleness=1,
+            group_size=1, min_group_size=1, deadline_s=60.0,
+        )
+    )  # fmt: skip
+    complete = group(ticket, [result], pools=["p"], hub="h", deliveries=1, temperature=1.0)
+    decoded = codec.decode(codec.encode(complete), wire.Group)
+    sample = sample_of(decoded, decoded.trajectories[-1], max_turns=9)
+    assert sample == sample_of_request(score_request(ticket, result), max_turns=9)
+    if reward == "math_answer":
+        # it reads the response alone
+        assert (sample.messages, sample.row, sample.num_turns) == ([], {}, 3)
+        return
+    assert sample.messages == WHOLE
+    assert sample.row == {"numbers": [3, 4], "level": 0.5}
+    assert [
+        (turn.message, turn.reward, turn.valid, turn.num_tokens > 0) for turn in sample.turns
+    ] == [(4, 0.25, True, True), (6, 0.0, False, True), (8, 1.0, True, True)]
+    assert isinstance(sample.turns[0], SampleTurn)
+
+    def count_tool_calls(completions: Any, level: list[float], **kwargs: Any) -> list[float]:
+        assert completions == [WHOLE[4:]]
+        assert kwargs == {"prompts": [WHOLE[:4]], "numbers": [[3, 4]]}
+        calls = [call for message in completions[0] for call in message.get("tool_calls", ())]
+        return [level[0] * len(calls)]
+
+    assert adapt_function(count_tool_calls, {})(sample) == 0.5
+    assert conversation_text(sample).startswith(
+        "[system]\n    be brief\n\n[user]\n    Add 1.\n\n[assistant]\n    1\n\n[user]\n    Add 3 and 4."
+    )
+    assert "\n\n[tool]\n    sum 3\n\n[assistant]\n    <tool_call>add 4" in conversation_text(sample)

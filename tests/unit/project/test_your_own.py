@@ -26,8 +26,9 @@ from envhub.lengths.selection import load_estimator
 from envhub.task import EpisodeResult, EpisodeTask
 from envhub.workers.calls import EnvironmentCalls
 from rewardhub import protocol
+from rewardhub.episode_samples import sample_of
 from rewardhub.rewards.base import Scored
-from rewardhub.routing import ForwardAction, GroupScoring, ScoreAction, sample_of
+from rewardhub.routing import ForwardAction, GroupScoring, ScoreAction
 from rewardhub.worker import RewardWorker
 from rlearner.cli import main, make_parser
 from rlearner_text.tokenizer import Tokenizer

@@ -10,9 +10,8 @@ import pytest
 
 from broker.settings.config import RewardConfig
 from rewardhub.function_pool import FunctionPool
-from rewardhub.rewards.base import ResponseFault, Sample, Scored
+from rewardhub.rewards.base import ResponseFault, Sample, Score, Scored
 from rewardhub.rewards.caller import PREFIX
-from rewardhub.rewards.loading import Score
 from rewardhub.score_dispatcher import ScoreDispatcher
 
 SAMPLE = Sample(

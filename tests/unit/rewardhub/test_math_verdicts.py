@@ -31,7 +31,7 @@ def value_of(score: Any, response: str, reference: str) -> float:
     try:
         scored = score(sample(response, reference))
     except ResponseFault as fault:
-        scored = score_of_fault(fault)
+        scored = score_of_fault(fault, num_turns=1)
     return float(scored.value) if isinstance(scored, Scored) else float(scored)
 
 

@@ -30,8 +30,11 @@ def sample(response: str = "four", prompt: str = "our") -> base.Sample:
     )  # fmt: skip
 
 
-def answer(name: str, **args: Any) -> protocol.ScoreReply | protocol.ScoreFailureReply:
-    asked = protocol.ScoreRequest(f"{HERE}:{name}", args, sample())
+def answer(
+    name: str, fields: dict[str, Any] | None = None, **args: Any
+) -> protocol.ScoreReply | protocol.ScoreFailureReply:
+    changed = msgspec.structs.replace(sample(), **(fields or {}))
+    asked = protocol.ScoreRequest(f"{HERE}:{name}", args, changed)
     # Through the bytes, as between processes.
     with closing(RewardWorker()) as worker:
         reply = worker.answer(protocol.decode_request(protocol.encode_message(asked)))
@@ -42,6 +45,20 @@ def test_functions_answer_numbers_or_parts() -> None:
     assert answer("length") == protocol.ScoreReply(4.0)
     assert answer("scaled", factor=2.5, offset=-1) == protocol.ScoreReply(9.0)
     assert answer("parts") == protocol.ScoreReply({"brevity": -4.0, "grounded": 1.0})
+
+
+def test_functions_of_other_trainers_work_by_path() -> None:
+    row = {"prompt": "our", "answer": "our"}
+    fields = {"row": row, "response": "your", "reference": "our"}
+    assert answer("trl_exact", fields) == protocol.ScoreReply(1.0)
+    assert answer("compute_score", fields) == protocol.ScoreReply(0.5, notes={"turns": 2.0})
+    assert answer("per_turn") == protocol.ScoreReply([0.0, 1.0])
+    failure = answer("trl_exact", {"row": {"solution": "our"}})
+    assert isinstance(failure, protocol.ScoreFailureReply)
+    assert not failure.retry
+    assert failure.detail.endswith(
+        "trl_exact: it needs the column 'answer'; the rows of domain 'd' have the columns solution"
+    )
 
 
 def test_coroutines_share_one_loop() -> None:
@@ -70,13 +87,26 @@ def test_what_is_no_number_is_said_plainly(name: str, detail: str, retry: bool) 
 
 
 def test_values() -> None:
-    assert check_value(True) == 1.0
-    assert check_value(np.float32(0.5)) == 0.5
-    assert check_value(np.array(2.0)) == 2.0
-    assert check_value({"a": 1, "b": np.int64(-2)}) == {"a": 1.0, "b": -2.0}
-    for bad in ({}, {"": 1.0}, {1: 1.0}, [1.0], np.array([1.0, 2.0]), 1j, "1", b"1", 10**400):
+    assert check_value(True, 2) == 1.0
+    assert check_value(np.float32(0.5), 2) == 0.5
+    assert check_value(np.array(2.0), 2) == 2.0
+    assert check_value({"a": 1, "b": np.int64(-2)}, 2) == {"a": 1.0, "b": -2.0}
+    assert check_value([1, np.float32(0.5)], 2) == [1.0, 0.5]
+    assert check_value(np.array([1.0, 2.0]), 2) == [1.0, 2.0]
+    for bad in (
+        {},
+        {"": 1.0},
+        {1: 1.0},
+        [1.0],
+        np.array([1.0, 2.0, 3.0]),
+        ["1", "2"],
+        1j,
+        "1",
+        b"1",
+        10**400,
+    ):
         with pytest.raises(InvalidScoreError):
-            check_value(bad)
+            check_value(bad, 2)
 
 
 def test_a_dotted_path(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,6 +136,13 @@ def check(values: dict[str, Any]) -> None:
         (
             {"name": f"{HERE}:absent"},
             f"domains.qa.rewards.0.name: '{HERE}:absent' is not allowed; {HERE} has no 'absent'",
+        ),
+        (
+            {"name": f"{HERE}:two_forms"},
+            f"domains.qa.rewards.0.name: '{HERE}:two_forms' is not allowed; a function of (sample, **args), "
+            "or TRL's of (completions, prompts=None, **columns), or verl's of (data_source, solution_str, "
+            "ground_truth, extra_info=None); two_forms(completions: 'list[str]', solution_str: 'str') -> "
+            "'list[float]' has both completions and solution_str",
         ),
         (
             {"name": f"{HERE}:not_callable"},
@@ -145,8 +182,8 @@ def check(values: dict[str, Any]) -> None:
         ),
         (
             {"name": "judge", "args": {"base_url": "http://x/v1", "template": "{prompt}"}},
-            "domains.qa.rewards.0.args.template: '{prompt}' is not allowed; it must hold {response}; also allowed: "
-            "{prompt}",
+            "domains.qa.rewards.0.args.template: '{prompt}' is not allowed; it must hold {response} or "
+            "{conversation}; also allowed: {prompt}",
         ),
         (
             {"name": "math_answer", "args": {"wrong": "x"}},
@@ -241,11 +278,11 @@ def test_soft_overlong_punishment(tokens: int, value: float) -> None:
 
 def test_notes_go_with_a_value_and_are_numbers_too() -> None:
     assert answer("noted") == protocol.ScoreReply(2.0, notes={"tokens": 7.0})
-    assert check_scored(base.Scored({"a": 1, "b": 2}, {"c": np.float32(0.5)})) == base.Scored(
+    assert check_scored(base.Scored({"a": 1, "b": 2}, {"c": np.float32(0.5)}), 1) == base.Scored(
         {"a": 1.0, "b": 2.0}, {"c": 0.5}
     )
     with pytest.raises(InvalidScoreError, match="note 'x' must be finite, got nan"):
-        check_scored(base.Scored(1.0, {"x": float("nan")}))
+        check_scored(base.Scored(1.0, {"x": float("nan")}), 1)
 
 
 def test_labels_are_short_and_no_two_alike() -> None:

@@ -15,6 +15,7 @@ from broker.contract import codec, wire
 from broker.contract.streams import EPISODES, EVALS, MAX_DELIVERIES, SAMPLES
 from broker.settings.config import DomainSection, RewardConfig
 from rewardhub.config import reward_labels
+from rewardhub.episode_samples import sample_of
 from rewardhub.rewards.base import Scored, Value
 from rewardhub.routing import (
     CloseAction,
@@ -23,7 +24,6 @@ from rewardhub.routing import (
     ScoreAction,
     find_refusal,
     rewards_digest,
-    sample_of,
 )
 
 REWARDS = [

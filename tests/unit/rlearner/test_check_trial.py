@@ -60,6 +60,29 @@ def test_good_code_is_tried_and_leaves_no_process(
     assert psutil.wait_procs(left, timeout=LONG_S)[1] == []
 
 
+def test_a_function_of_trl_is_tried_with_the_row_and_the_messages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = write(tmp_path)
+    (tmp_path / "own.py").write_text(
+        ENV.format(step=GOOD.replace("done=True", "done=False")).replace(
+            "return Observation", 'self.row = {"level": 2}; return Observation'
+        )
+    )
+    # of a domain with two turns
+    (tmp_path / "own_reward.py").write_text(
+        f"""
+def score(completions, prompts, level):
+    file = open({str(tmp_path / "seen")!r}, "w")
+    print([message["content"] for message in prompts[0] + completions[0]], file=file)
+    return level
+"""
+    )
+    assert main(["check", config]) == 0
+    assert "error" not in capsys.readouterr().err
+    assert (tmp_path / "seen").read_text() == "['say it', 'trial', 'no', 'trial']\n"
+
+
 @pytest.mark.parametrize(
     ("step", "score", "says"),
     [

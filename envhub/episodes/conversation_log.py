@@ -1,0 +1,54 @@
+"""Keeps an episode's conversation as text, for rewards that read all of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from broker.contract import wire
+from envhub.domain import Domain
+from rlearner_text.template_rules import Role
+from rlearner_text.tool_calls import ToolCall
+
+
+class ConversationLog:
+    """The messages of one episode: what the environment shows, not what a memory makes of it.
+
+    Attributes:
+        messages: in order.
+    """
+
+    def __init__(self, domain: Domain) -> None:
+        self._domain = domain
+        self._num_turns = 0
+        self.messages: list[wire.EpisodeMessage] = []
+
+    def open(self, observation: str) -> None:
+        """Begin with the system prompt, the examples, and the first observation."""
+        section = self._domain.section
+        if section.system_prompt:
+            self._add("system", section.system_prompt)
+        for example in section.examples:
+            self._add("user", example.question)
+            self._add("assistant", example.answer)
+        self._add("user", observation)
+
+    def add_turn(self, text: str, calls: Sequence[ToolCall]) -> None:
+        """Append what the policy wrote, and the tool calls in it."""
+        self.messages.append(
+            wire.EpisodeMessage(
+                role="assistant",
+                content=text,
+                tool_calls=[
+                    wire.EpisodeToolCall(name=call.name, arguments=call.arguments) for call in calls
+                ],
+                turn=self._num_turns,
+            )
+        )
+        self._num_turns += 1
+
+    def add_observation(self, role: Role, text: str) -> None:
+        """Append what the environment or its tools answered."""
+        self._add(role, text)
+
+    def _add(self, role: wire.MessageRole, text: str) -> None:
+        self.messages.append(wire.EpisodeMessage(role=role, content=text))
