@@ -34,6 +34,7 @@ TINY_DOMAIN: Final[Mapping[str, Any]] = {"max_context_tokens": 256, "sampling": 
 # Columns by which data sets call them, the first ones are those of ``qa``.
 QUESTIONS: Final = ("question", "prompt", "problem")
 ANSWERS: Final = ("answer", "ground_truth", "solution")
+VERL_ANSWER: Final = "reward_model.ground_truth"
 
 
 def train(
@@ -47,8 +48,8 @@ def train(
 
     Args:
         model: a folder or hub name, ``tiny`` for a small new model, or the section ``model``.
-        dataset: rows as a list of mappings, a ``datasets.Dataset`` or a DataFrame; or the path of
-            a JSONL or Parquet file.
+        dataset: rows as a list of mappings, a ``datasets.Dataset`` or a DataFrame, with the columns
+            of TRL, verl or ``qa``; or what ``env_args.path`` of ``qa`` takes.
         reward_funcs: as in ``Run``.
         settings: further settings as in ``Run``: ``train={"steps": 100, "lr": 1e-6}``; those of the
             data are ``domains={"main": {...}}``.
@@ -64,7 +65,8 @@ def train(
     }
     rows = None
     if isinstance(dataset, (str, os.PathLike)):
-        data: Mapping[str, str] = {"path": os.path.abspath(dataset)}
+        path = os.fspath(dataset)
+        data: Mapping[str, str] = {"path": os.path.abspath(path) if os.path.exists(path) else path}
     else:
         rows = read_dataset(dataset)
         data = {"path": f"${{here}}/{DATA_FILE}", **_find_columns(rows[0])}
@@ -75,10 +77,10 @@ def train(
 
 
 def _find_columns(row: Mapping[str, Any]) -> dict[str, str]:
-    """Return the names of the columns with question and answer where they are not the usual."""
-    columns = {}
-    for key, names in (("question", QUESTIONS), ("answer", ANSWERS)):
-        name = next((name for name in names if name in row), names[0])
-        if name != key:
-            columns[key] = name
-    return columns
+    """Return the columns with question and answer; an empty answer: the rows have none."""
+    model = row.get("reward_model")
+    verl = VERL_ANSWER if isinstance(model, Mapping) and "ground_truth" in model else ""
+    return {
+        "question": next((name for name in QUESTIONS if name in row), QUESTIONS[0]),
+        "answer": next((name for name in ANSWERS if name in row), verl),
+    }
