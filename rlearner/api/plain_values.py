@@ -12,7 +12,7 @@ from broker.errors import ConfigError, UserError
 
 
 def plain_value(value: Any, key: str) -> Any:
-    """Return a value as JSON holds it: paths become texts, numbers and arrays of NumPy plain ones.
+    """Return a value as JSON holds it: paths and dates become texts, NumPy's numbers plain ones.
 
     Raises:
         ConfigError: for a value of another type; names its key.
@@ -21,6 +21,8 @@ def plain_value(value: Any, key: str) -> Any:
         return value
     if isinstance(value, float) and math.isfinite(value):
         return value
+    if callable(date_text := getattr(value, "isoformat", None)):
+        return date_text()
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
@@ -64,7 +66,9 @@ def read_dataset(dataset: Any) -> list[dict[str, Any]]:
         UserError: if there are none, or one is not a mapping of plain values.
     """
     if hasattr(dataset, "iterrows"):  # a DataFrame: its iterator yields columns
-        dataset = dataset.to_dict(orient="records")
+        # It has NaN for values that are missing.
+        present = dataset.astype(object).where(dataset.notna(), None)
+        dataset = present.to_dict(orient="records")
     if isinstance(dataset, Mapping) or not isinstance(dataset, Iterable):
         split = (
             f"; choose a split: {', '.join(map(str, dataset))}" if hasattr(dataset, "keys") else ""

@@ -39,7 +39,8 @@ def test_the_notebook_trains(
             exec(code, names)
 
     asyncio.run(execute())
-    rows = list(names["metrics"])
+    table = names["metrics"]
+    rows = table if isinstance(table, list) else table.to_dict("records")
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert all(row["actor/grad_norm"] > 0 for row in rows)
     assert rows[-1]["reward/mean"] == rows[-1]["reward_parts/vowel_share/mean"]

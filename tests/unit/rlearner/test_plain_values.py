@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,16 @@ class FrameDouble(DatasetDouble):
     """Rows as a DataFrame gives them: by ``to_dict``."""
 
     def iterrows(self) -> None: ...
+
+    def notna(self) -> FrameDouble:
+        return self
+
+    def astype(self, kind: type) -> FrameDouble:
+        assert kind is object
+        return self
+
+    def where(self, present: FrameDouble, value: None) -> FrameDouble:
+        return present
 
     def to_dict(self, orient: str = "dict") -> Any:
         assert orient == "records"
@@ -72,6 +83,7 @@ def test_other_settings_are_refused(sections: dict[str, Any], message: str) -> N
 def test_rows_are_read_from_lists_datasets_and_frames() -> None:
     rows = [{"prompt": [{"role": "user", "content": "hi"}], "label": None}]
     assert read_dataset(rows) == rows
+    assert read_dataset([{"day": date(2026, 11, 27)}]) == [{"day": "2026-11-27"}]
     assert read_dataset(DatasetDouble()) == [{"question": "1 + 1?", "answer": "2", "score": 0.5}]
     assert read_dataset(FrameDouble()) == [{"question": "frame"}]
 
