@@ -158,6 +158,28 @@ SETTINGS: Final = [
         "train=3",
     ),
     *("nonsense", "=3", "train..lr=1", "nope.x=1"),
+    *(
+        "model.chat_template=gone.jinja",
+        "model.chat_template=word.yaml",
+        "model.path=file",
+        "model.path=bad.jsonl",
+        "model.dtype=fp8",
+    ),
+    *(
+        "domains.lake.examples=[{question:a}]",
+        "domains.lake.examples=hello",
+        "rollout.dtype=int8",
+        "rollout.dtype=fp8",
+        "samples.keep=maybe",
+    ),
+    *(
+        "train.lora.rank=0",
+        "train.lora.rank=many",
+        "train.profile.steps=x",
+        "train.weights_dtype=int4",
+        "run.seed=x",
+        "eval.at_start=perhaps",
+    ),
 ]
 
 
@@ -227,6 +249,22 @@ def inputs() -> list[list[str]]:
         ["rollout-server", *NOWHERE, "--engine", "vlm"],
         ["rollout-server", *NOWHERE, "what"],
         ["rollout-server", "--gpus", "x", *NOWHERE],
+    ]
+    found += [["rlearner", "new", *rest] for rest in ([], ["runs"], ["x/y", "--kind", "chess"])]
+    found += [["rlearner", command] for command in ("units", "export", "diff", "draw", "invite")]
+    found += [
+        ["rlearner", "settings", "train.stepz"],
+        ["rlearner", "export", "gone", "out"],
+        ["rlearner", "diff", "bare", "gone"],
+        ["rlearner", "draw", "gone"],
+        ["rlearner", "logs", "gone"],
+        ["rlearner", "advise", "gone"],
+        ["rlearner", "plan", "gone.yaml"],
+        ["rlearner", "plan", *good, "--gpus", "0"],
+        ["rlearner", "units", "gone.yaml"],
+        ["rlearner", "invite", "none-such", *NOWHERE],
+        ["rlearner", "revoke", "none-such", *NOWHERE],
+        ["rlearner", "api-key", "bogus"],
     ]
     found += [
         ["broker"],

@@ -11,8 +11,8 @@ from rlearner.advise.fit import MAX_STEPS
 # Steps between two pieces of advice: few at the start of a run, more once the figures are steady.
 SOONEST: Final = 3
 LATEST: Final = 20
-# Times as long as the newest advice took to compute, which takes seconds: 2 % of one core.
-PAUSE: Final = 50
+# Times as long as the newest advice took to compute, which takes seconds: 1 % of one core.
+PAUSE: Final = 100
 
 
 class StepHistory:

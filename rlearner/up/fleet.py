@@ -8,12 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-
-import psutil
 
 from broker.errors import UserError
 from broker.system.children import spawn
@@ -22,6 +19,7 @@ from broker.system.log_rotation import OUTPUT
 from broker.system.logs import error_of
 from broker.system.workers.work_clock import WorkClock
 from rlearner.up.event_log import ProcessEvent
+from rlearner.up.processor_times import ProcessorTimes
 
 # Doubled at every restart that did not last a minute.
 RESTART_AFTER_S = 1.0
@@ -32,7 +30,7 @@ GIVE_UP_AFTER = 6
 MAX_REASON_CHARS = 200
 # Between two looks at whether children that end wait for a processor.
 LOOK_EVERY_S = 0.5
-# Between two samples of processor time; a sample lists every process of the machine.
+# Between two samples of processor time.
 SAMPLE_EVERY_S = 1.0
 # Done, or stopped on request.
 ENDED_WELL = (0, EXIT_STOPPED)
@@ -76,29 +74,6 @@ class FleetProcess:
         return []
 
 
-def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
-    """Return processor time by pid, with running descendants and children that they waited for.
-
-    Lists every process of the machine once, which takes milliseconds.
-    """
-    children: dict[int, list[psutil.Process]] = defaultdict(list)
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            children[process.ppid()].append(process)
-    seconds: dict[int, float] = {}
-    for pid in pids:
-        with contextlib.suppress(psutil.Error):
-            family = [psutil.Process(pid)]
-            seconds[pid] = 0.0
-            while family:
-                process = family.pop()
-                family += children[process.pid]
-                with contextlib.suppress(psutil.Error):
-                    # User, system, and both of the children that it waited for.
-                    seconds[pid] += sum(process.cpu_times()[:4])
-    return seconds
-
-
 @dataclass
 class ProcessFleet:
     """All child processes. One that exits with 0, 2 or 130 is not restarted."""
@@ -107,6 +82,7 @@ class ProcessFleet:
     env: dict[str, str]
     children: list[FleetProcess] = field(default_factory=list)
     sampled_at: float = 0.0  # when the processor time was taken
+    times: ProcessorTimes = field(default_factory=ProcessorTimes)
 
     def add(self, name: str, module: str, args: Sequence[str], *, nice: int = 0) -> FleetProcess:
         """Start one child with its output in ``<logs>/<name>.log``; ``nice``: see ``spawn``."""
@@ -175,7 +151,7 @@ class ProcessFleet:
             return
         self.sampled_at = now
         living = {child.pid: child for child in self.children if child.running}
-        for pid, seconds in cpu_seconds(living).items():
+        for pid, seconds in self.times.read(living).items():
             living[pid].cpu[pid] = seconds
 
     def stop(

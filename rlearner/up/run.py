@@ -36,9 +36,10 @@ from rlearner.ops.continue_line import continue_line
 from rlearner.ops.folder_cleanup import removed_on_failure
 from rlearner.up.artifacts import write_artifacts
 from rlearner.up.event_log import note_events
-from rlearner.up.fleet import FleetProcess, ProcessFleet, cpu_seconds
+from rlearner.up.fleet import FleetProcess, ProcessFleet
 from rlearner.up.live_state import LiveRunState
 from rlearner.up.output import Output
+from rlearner.up.processor_times import ProcessorTimes
 from rlearner.up.run_claim import RunClaim, refuse_other_broker
 from rlearner.up.shutdown_display import ShutdownDisplay
 from rlearner.up.view import draw_screen
@@ -198,7 +199,7 @@ async def _run_fleet(
             await _show_run(settings, broker, fleet, learner=learner, stop=stop, say=say)
             cpu_s = {child.name: sum(child.cpu.values()) for child in fleet.children}
             cpu_s |= {
-                "broker": sum(cpu_seconds([broker.pid]).values()),
+                "broker": sum(ProcessorTimes().read([broker.pid]).values()),
                 "this view": time.process_time(),
             }
         finally:
