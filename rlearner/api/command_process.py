@@ -8,11 +8,10 @@ import queue
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, BinaryIO, Final
+from typing import Any, Final
 
 from broker.errors import RlearnerError, UserError
 from broker.system.children import spawn
@@ -24,6 +23,7 @@ STOP_S: Final = 60.0
 # After a second signal it kills what is left.
 KILL_S: Final = 10.0
 POLL_S: Final = 0.2
+WARNING: Final = "warning: "
 
 
 class CommandProcess:
@@ -35,20 +35,23 @@ class CommandProcess:
     """
 
     def __init__(self, words: Sequence[str], env: Mapping[str, str]) -> None:
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 - closed by read_outcome
+        self._errors: list[str] = []
         self._events: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        reading, writing = os.pipe()
-        with os.fdopen(writing, "wb") as output:
+        output = os.pipe()
+        errors = os.pipe()
+        with os.fdopen(output[1], "wb") as events, os.fdopen(errors[1], "wb") as lines:
             self._child = spawn(
                 [sys.executable, "-m", "rlearner.cli", *words],
-                output,
-                errors=self._errors,
+                events,
+                errors=lines,
                 env={**os.environ, "RL_LOG_FORMAT": "text", **env},
             )
-        self._reader = threading.Thread(
-            target=self._read, args=(os.fdopen(reading, "rb"),), name="rlearner-events", daemon=True
-        )
-        self._reader.start()
+        self._readers = [
+            threading.Thread(target=self._read_events, args=(output[0],), daemon=True),
+            threading.Thread(target=self._read_errors, args=(errors[0],), daemon=True),
+        ]
+        for reader in self._readers:
+            reader.start()
 
     @property
     def pid(self) -> int:
@@ -61,7 +64,7 @@ class CommandProcess:
     def events(self) -> Iterator[dict[str, Any]]:
         """Yield the objects that the command prints, until it has ended."""
         while True:
-            is_last = not self.is_running and not self._reader.is_alive()
+            is_last = not any(reader.is_alive() for reader in self._readers)
             with suppress(queue.Empty):
                 while True:
                     yield self._events.get(timeout=0 if is_last else POLL_S)
@@ -95,9 +98,9 @@ class CommandProcess:
             RlearnerError: if it has failed otherwise.
         """
         code = self._child.wait()
-        with self._errors as file:
-            file.seek(0)
-            lines = file.read().decode(errors="replace").splitlines()
+        for reader in self._readers:
+            reader.join()
+        lines = self._errors
         if code in (0, EXIT_STOPPED):
             return code == 0
         errors = [error for line in lines if (error := error_of(line))]
@@ -106,8 +109,15 @@ class CommandProcess:
         last = next((line for line in reversed(lines) if line.strip()), "")
         raise RlearnerError(f"rlearner ended with exit code {code}: {(errors or [last])[-1]}")
 
-    def _read(self, stream: BinaryIO) -> None:
-        with stream:
+    def _read_events(self, descriptor: int) -> None:
+        with open(descriptor, encoding="utf-8", errors="replace") as stream:
             for line in stream:
                 with suppress(ValueError):
                     self._events.put(json.loads(line))
+
+    def _read_errors(self, descriptor: int) -> None:
+        with open(descriptor, encoding="utf-8", errors="replace") as stream:
+            for line in stream:
+                self._errors.append(line.rstrip())
+                if line.startswith(WARNING):
+                    self._events.put({"event": "warning", "message": line.rstrip()})

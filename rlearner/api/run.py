@@ -15,6 +15,7 @@ from broker.settings.run_settings import stored_value
 from broker.settings.runspec import check_settings, load
 from broker.system.private_files import private_write
 from learner.checkpoints.checkpoint import newest_checkpoint
+from learner.gpu_selection import with_weights_on_host
 from learner.prepare import generate_name, name_run, to_yaml
 from rlearner.api import run_records
 from rlearner.api.followed_command import FollowedCommand
@@ -108,7 +109,10 @@ class Run:
             path = self._write_files()
             overrides = [*self._overrides, f"run.name={self.name}"]
             overrides += self._reward_overrides(load(path, overrides))
-            self._steps = check_settings(load(path, overrides)).train.steps
+            config = load(path, overrides)
+            shares_gpus = "--share-gpus" in options
+            config = with_weights_on_host(config) if shares_gpus else config
+            self._steps = check_settings(config).train.steps
             words = ["up", path, *overrides, *options, "--json"]
             self._command = FollowedCommand(words, self.folder, self._rewards.functions)
             self._cleanup = stack.pop_all()
