@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from broker.errors import ConfigError, DataError
 from broker.settings.config import (
@@ -54,11 +55,15 @@ class Domain:
             return None
         return StepContext(self.memory, self.section.history_length)
 
-    def messages(self, observation: str, history: History = ()) -> list[dict[str, str]]:
-        """Return the conversation before the first action, without examples."""
-        messages = [{"role": role, "content": text} for role, text in history]
-        if self.section.system_prompt and not (history and history[0][0] == "system"):
-            messages.insert(0, {"role": "system", "content": self.section.system_prompt})
+    def messages(self, observation: str, history: History = ()) -> list[dict[str, Any]]:
+        """Return the conversation before the first action; weight 0: answers not to train on."""
+        system_prompt, _, examples = self.opening_after(history)
+        messages: list[dict[str, Any]] = []
+        if system_prompt:
+            messages.append({"role": "system", "content": system_prompt})
+        for question, answer in examples:
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": answer, "weight": 0})
         return [*messages, {"role": "user", "content": observation}]
 
     def opening_after(self, history: History) -> tuple[str, str, Examples]:

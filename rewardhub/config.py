@@ -10,12 +10,14 @@ from broker.errors import ConfigError, UserError
 from broker.settings.config import DomainSection, RewardConfig, num_greedy
 from broker.settings.run_settings import RunSettings
 from broker.settings.schema.hubs import RewardhubSection
+from rewardhub.rewards.caller import is_callers
 
 __all__ = [
     "RewardhubSection",
     "all_pools",
     "check",
     "longest_scoring_s",
+    "own_pools",
     "pools_of_kinds",
     "reward_labels",
 ]
@@ -139,3 +141,16 @@ def all_pools(domains: Mapping[str, DomainSection]) -> list[str]:
     return list(
         dict.fromkeys(reward.pool for domain in domains.values() for reward in domain.rewards)
     )
+
+
+def own_pools(domains: Mapping[str, DomainSection]) -> list[str]:
+    """Return the pools that any hub can serve, in order: those without functions of the process
+    that started the run.
+    """
+    callers = {
+        reward.pool
+        for domain in domains.values()
+        for reward in domain.rewards
+        if is_callers(reward.name)
+    }
+    return [pool for pool in all_pools(domains) if pool not in callers]

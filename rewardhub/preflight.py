@@ -4,13 +4,26 @@ from __future__ import annotations
 
 from broker.settings.preflight import PreflightFinding
 from broker.settings.run_settings import RunSettings
+from rewardhub.rewards.caller import describe_owner, is_missing
 
 
 def preflight_findings(settings: RunSettings) -> list[PreflightFinding]:
-    """Check the endpoint of each judge once; its API key must be set, but it need not be reachable
-    yet.
-
+    """Check that functions of the process that starts the run are there, and the endpoint of each
+    judge once; its API key must be set, but it need not be reachable yet.
     """
+    return [*_function_findings(settings), *_judge_findings(settings)]
+
+
+def _function_findings(settings: RunSettings) -> list[PreflightFinding]:
+    return [
+        PreflightFinding("rewards", key, "missing", describe_owner(reward.name))
+        for name, domain in settings.domains.items()
+        for index, reward in enumerate(domain.rewards)
+        if is_missing(reward.name) and (key := f"domains.{name}.rewards.{index}.name")
+    ]
+
+
+def _judge_findings(settings: RunSettings) -> list[PreflightFinding]:
     rewards = [
         (f"domains.{name}.rewards.{index}.args", reward.args)
         for name, domain in settings.domains.items()

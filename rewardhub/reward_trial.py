@@ -10,6 +10,7 @@ import msgspec
 from broker.errors import UserError
 from broker.settings.run_settings import RunSettings
 from rewardhub.rewards.base import Sample
+from rewardhub.rewards.caller import is_callers
 from rewardhub.score_dispatcher import ScoreDispatcher
 from rewardhub.worker_pool import NoWorkerError, ScoreError
 
@@ -28,7 +29,7 @@ async def try_rewards(settings: RunSettings, samples: Mapping[str, Mapping[str, 
         f"domains.{name}.rewards.{index}": (reward, samples[name])
         for name, domain in settings.domains.items()
         for index, reward in enumerate(domain.rewards)
-        if ":" in reward.name and name in samples
+        if ":" in reward.name and name in samples and not is_callers(reward.name)
     }
     if not own:
         return []

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from broker.runtime.load_curve import LoadCurve
 from broker.settings.config import RewardConfig
+from rewardhub.function_pool import FunctionPool
 from rewardhub.reward_processes import RewardProcesses, kind_key
 from rewardhub.rewards import loading
 from rewardhub.rewards.base import Sample, Scored
@@ -24,6 +25,7 @@ class ScoreDispatcher:
         memory_mib: memory of such a process.
         gpu_numbers: GPUs for reward models.
         passed: environment variables that the processes get, secret ones too.
+        functions: replace the processes for rewards that take one sample at a time.
 
     Attributes:
         at_once: samples that can be scored at once.
@@ -39,11 +41,12 @@ class ScoreDispatcher:
         memory_mib: int | None,
         gpu_numbers: Sequence[int],
         passed: Sequence[str] = (),
+        functions: FunctionPool | None = None,
     ) -> None:
-        self._num_workers = num_workers
+        self._num_workers = 1 if functions else num_workers
         self._adopt(rewards)
         self.curve = LoadCurve(lambda: self.at_once)
-        self._workers = RewardWorkerPool(
+        self._workers = functions or RewardWorkerPool(
             num_workers, timeout_s, self._single, memory_mib=memory_mib, passed=passed
         )
         self._hosts = RewardProcesses(gpu_numbers, passed)

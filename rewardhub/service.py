@@ -32,7 +32,8 @@ from broker.runtime.work_health import WorkHealth
 from broker.settings.config import RewardConfig
 from broker.system import gpus
 from broker.system.batch_job import batch_job
-from rewardhub.config import all_pools, pools_of_kinds
+from rewardhub.config import all_pools, own_pools, pools_of_kinds
+from rewardhub.function_pool import FunctionPool
 from rewardhub.metrics import RewardhubMetrics
 from rewardhub.pool_trials import PoolTrials
 from rewardhub.routing import CloseAction, ForwardAction, GroupScoring, find_refusal
@@ -84,6 +85,7 @@ class RewardhubService:
         kinds: serve the pools with these kinds of rewards instead.
         num_workers: worker processes, None: the run's setting.
         gpu_numbers: GPUs for reward models; empty: what the environment allows.
+        functions: the rewards of pool ``caller``, in the process that has them.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class RewardhubService:
         kinds: Sequence[str] = (),
         num_workers: int | None = None,
         gpu_numbers: Sequence[int] = (),
+        functions: FunctionPool | None = None,
     ) -> None:
         self.member = member
         self.bus = member.bus
@@ -103,9 +106,8 @@ class RewardhubService:
         if pools and kinds:
             raise UserError("--pools and --rewards exclude each other; give one of them")
         self._chosen = list(pools), list(kinds)
-        self.pools = _select_pools(
-            all_pools(self.domains), pools or pools_of_kinds(self.domains, kinds)
-        )
+        wanted_pools = pools or pools_of_kinds(self.domains, kinds) or own_pools(self.domains)
+        self.pools = _select_pools(all_pools(self.domains), wanted_pools)
         self.workers = ScoreDispatcher(
             self._rewards(),
             num_workers=num_workers or self.settings.workers,
@@ -113,6 +115,7 @@ class RewardhubService:
             memory_mib=self.settings.worker_memory_mib,
             gpu_numbers=gpu_numbers,
             passed=self.settings.pass_env,
+            functions=functions,
         )
         self.trials = PoolTrials()
         most = self.settings.broken_after
@@ -260,7 +263,7 @@ class RewardhubService:
         self.domains = self.member.settings.domains
         present, (pools, kinds) = all_pools(self.domains), self._chosen
         named_pools = [pool for pool in pools if pool in present]
-        serving_pools = present
+        serving_pools = own_pools(self.domains)
         if pools:
             serving_pools = named_pools
         elif kinds:
@@ -433,4 +436,4 @@ def _select_pools(known_pools: Sequence[str], wanted_pools: Sequence[str]) -> li
                 f"--pools: {pool!r} is not allowed; the pools of this run are "
                 f"{', '.join(known_pools) or 'none'}"
             )
-    return list(dict.fromkeys(wanted_pools)) or list(known_pools)
+    return list(dict.fromkeys(wanted_pools))

@@ -67,3 +67,12 @@ def private_addresses(folder: Path) -> list[str]:
     file = folder / UP_LOCK
     lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
     return [line for line in lines if "://" in line]
+
+
+def address_by(folder: Path, pid: int) -> str:
+    """Return the private broker that a process has noted in the folder, empty if none yet."""
+    file = folder / UP_LOCK
+    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    _, separator, notes = f"\n{text}".rpartition(f"\n{pid}\n")
+    address = notes.partition("\n")[0] if separator else ""
+    return address if "://" in address else ""

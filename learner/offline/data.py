@@ -13,7 +13,13 @@ from broker.errors import ConfigError, DataError
 from learner.algorithm.samples import TrainSample
 from learner.offline.unusable_rows import EMPTY, LONG, UnusableRows
 from rlearner_text.rows.columns import Row, column_names, column_value
-from rlearner_text.rows.messages import Message, check_messages, read_messages, read_tools
+from rlearner_text.rows.messages import (
+    Message,
+    check_messages,
+    is_trained,
+    read_messages,
+    read_tools,
+)
 from rlearner_text.rows.reading import read_rows
 from rlearner_text.rows.sources import DataSource
 from rlearner_text.supervised_masks import encode_supervised
@@ -72,7 +78,7 @@ class SupervisedDialogue:
         return not any(
             message["content"].strip() or message.get("tool_calls")
             for message in self.messages[self.num_given :]
-            if message["role"] == "assistant"
+            if is_trained(message)
         )
 
     def encode(self, tokenizer: Tokenizer) -> TokenizedExample:

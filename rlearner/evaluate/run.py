@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import os
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -76,7 +77,7 @@ async def evaluate_model(
     path = await asyncio.to_thread(_find_model, model, settings)
     folder = run_folder(settings.run)
     began = time.monotonic()
-    with lock(make_folder(folder) / UP_LOCK, _busy_message(folder), wait_s=0.5):
+    with lock(make_folder(folder) / UP_LOCK, _busy_message(folder), wait_s=0.5) as claim:
         write_config(folder, settings.to_plain())
         fleet = ProcessFleet(folder / "logs", {})
         store_max_gib = settings.broker.store_max_gib or PRIVATE_STORE_GIB
@@ -84,6 +85,9 @@ async def evaluate_model(
         # Tickets count from 1, so those of an earlier evaluation of this name must go.
         server.discard_streams()
         with server as broker:
+            # Other programs find the private broker by this file.
+            claim.write(f"{os.getpid()}\n{broker.url}\n".encode())
+            claim.flush()
             try:
                 processes = _start_processes(
                     settings,

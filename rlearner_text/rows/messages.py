@@ -11,7 +11,7 @@ Message = dict[str, Any]
 
 # Of ShareGPT's {"from": …, "value": …}.
 _ROLES: Final = {"human": "user", "gpt": "assistant"}
-_KEYS: Final = ("role", "content", "tool_calls", "name", "tool_call_id")
+_KEYS: Final = ("role", "content", "tool_calls", "name", "tool_call_id", "weight")
 
 
 def read_messages(value: Any, column: str, role: str) -> list[Message]:
@@ -51,6 +51,8 @@ def read_tools(value: Any) -> str:
 def check_messages(value: Any, last_role: str = "assistant") -> list[Message]:
     """Return the messages if they are an optional system message and alternating turns.
 
+    An assistant message with ``"weight": 0``, as in OpenAI's files, is not trained on.
+
     Raises:
         ValueError: if they are not a list of such messages, or end with another role than the last
             one allowed; names the first wrong message.
@@ -70,6 +72,11 @@ def check_messages(value: Any, last_role: str = "assistant") -> list[Message]:
     if previous.get("role") != last_role:
         raise ValueError(f"the last message must be the {last_role}'s")
     return messages
+
+
+def is_trained(message: Message) -> bool:
+    """Return whether a checked message is an answer to train on."""
+    return message["role"] == "assistant" and message.get("weight") != 0
 
 
 def _following_roles(previous: Message) -> tuple[str, ...]:
@@ -96,10 +103,13 @@ def _read_message(message: Any, index: int) -> Message:
     texts = [part.get("text") if isinstance(part, dict) else None for part in parts]
     if not isinstance(message["role"], str) or not all(isinstance(text, str) for text in texts):
         raise ValueError(f"message {index}: role and content must be texts")
+    weight = message.get("weight")
+    if weight not in (None, 0, 1) or (weight is not None and message["role"] != "assistant"):
+        raise ValueError(f"message {index}: weight is 0 or 1, of an assistant's message")
     checked: Message = {"role": message["role"], "content": "".join(map(str, texts))}
     if message.get("tool_calls"):
         checked["tool_calls"] = message["tool_calls"]
-    return checked
+    return checked if weight is None else checked | {"weight": weight}
 
 
 def _read_call(call: Any, index: int) -> dict[str, Any]:

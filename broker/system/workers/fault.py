@@ -29,6 +29,8 @@ _CALLERS: Final = (
     str(_ROOT / "rewardhub/rewards/loading.py"),
     str(_ROOT / "rewardhub/rewards/base.py"),
 )
+# What users type in an interpreter.
+_TYPED: Final = ("<stdin>", "<ipython-input")
 _INSTALLED: Final = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("purelib", "platlib"))
 _LIBRARIES: Final = (
     *(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib")),
@@ -109,4 +111,6 @@ def _is_ours(file: str) -> bool:
 
 
 def _is_pythons(file: str) -> bool:
+    if file.startswith(_TYPED):
+        return False
     return file.startswith("<") or (file.startswith(_LIBRARIES) and not file.startswith(_INSTALLED))

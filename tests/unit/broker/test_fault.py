@@ -98,6 +98,25 @@ def test_a_library_that_raises_was_called_from_somewhere(users: Any) -> None:
     assert place(error) == "bad_rewards.py:10 in through_a_library"
 
 
+@pytest.mark.parametrize(
+    ("file", "where"),
+    [
+        ("<ipython-input-3-0a1b>", "<ipython-input-3-0a1b>:2 in typed"),
+        ("<stdin>", "<stdin>:2 in typed"),
+        ("<frozen importlib>", ""),
+    ],
+)
+def test_what_users_type_has_a_place(file: str, where: str) -> None:
+    names: dict[str, Any] = {}
+    exec(compile("def typed():\n    return {}['x']", file, "exec"), names)
+    # The frame of this test would be the user's otherwise.
+    error = caught(names["typed"])
+    error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next
+    while error.__traceback__ and error.__traceback__.tb_frame.f_code.co_name != "typed":
+        error.__traceback__ = error.__traceback__.tb_next
+    assert place(error) == where
+
+
 def test_what_came_from_no_code_of_the_users_has_no_place() -> None:
     assert told(ValueError("never raised")) == "ValueError: never raised"
 

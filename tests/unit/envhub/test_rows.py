@@ -94,7 +94,8 @@ def test_messages_before_the_question_open_the_conversation(tmp_path: Path) -> N
     text = tokenizer.decode(conversation.token_ids, skip_special_tokens=False)
     expected = tokenizer.render_chat([SYSTEM, *EARLIER, USER], add_generation_prompt=True)
     assert text == expected
-    assert domain.messages("2+2?", history) == [SYSTEM, *EARLIER, USER]
+    earlier = [EARLIER[0], EARLIER[1] | {"weight": 0}]  # not to train on
+    assert domain.messages("2+2?", history) == [SYSTEM, *earlier, USER]
     assert domain.opening_after(())[0] == "The domain's."
     assert domain.opening_after((("user", "1+1?"), ("assistant", "2"))) == (
         "The domain's.",

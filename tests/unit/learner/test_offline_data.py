@@ -69,6 +69,14 @@ def test_texts_and_messages_mean_the_same(tokenizer: Tokenizer, tmp_path: Path) 
     )
 
 
+def test_pairs_after_examples_train_their_answers(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    shared = [user("a"), {**assistant("shown"), "weight": 0}, user("b"), assistant("c"), user("d")]
+    row = {"chosen": [*shared, assistant("U")], "rejected": [*shared, assistant("DD")]}
+    ((pair,), _) = load_pairs(write(tmp_path / "x.jsonl", [row]), tokenizer, 100)
+    assert trained(tokenizer, pair.chosen) == "U<|im_end|>"
+    assert trained(tokenizer, pair.rejected) == "DD<|im_end|>"
+
+
 def test_only_what_comes_after_the_shared_beginning_is_trained(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
