@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from broker.errors import ConfigError
+from broker.settings.config import RESPONSE_REWARDS, RewardConfig, reads_episode
+from rewardhub.rewards import REWARDS
 from rewardhub.rewards.base import NoScore, Sample, SampleTurn, Scored, check_scored
 from rewardhub.rewards.function_forms import adapt_function, find_form
 
@@ -225,3 +227,16 @@ def test_an_unclear_function_is_refused(
     with pytest.raises(ConfigError, match=words) as refusal:
         find_form(function, args)
     assert "\n" not in str(refusal.value)
+
+
+def test_rewards_that_read_the_response_alone_get_no_messages() -> None:
+    """Messages and rows would make their groups larger for nothing."""
+    assert {*RESPONSE_REWARDS} == REWARDS.keys() - {"judge"}
+    judge = {"base_url": "http://127.0.0.1:1/v1"}
+    for name, args, reads in (
+        ("math_answer", {}, False),
+        ("judge", judge, False),
+        ("judge", {**judge, "template": "{conversation}"}, True),
+        ("./mine.py:f", {}, True),
+    ):
+        assert reads_episode([RewardConfig(name=name, args=args)]) == reads
