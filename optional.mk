@@ -33,7 +33,7 @@ peers-env: .venv-peers/ready
 	@touch .venv-peers/ready
 
 test-peers: peers-env
-	PYTHONPATH=.venv-peers $(BIN)/python -m pytest tests/peers
+	PYTHONPATH=.venv-peers $(BIN)/python -m pytest tests/peers tests/unit/rlearner_text/test_reading.py
 
 # The wheel in an empty environment trains the quickstart from an empty folder: five minutes. PYTHON=python3.13 takes another Python;
 # where no index has the CPU build of torch for it, that of PyPI comes with 3 GB of CUDA.

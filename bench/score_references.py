@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from broker.errors import DataError, UserError
 from broker.settings.config import RewardConfig
-from rewardhub.rewards.base import Sample
+from rewardhub.rewards.base import Sample, total_value
 from rewardhub.worker_pool import RewardWorkerPool
 
 REWARD = RewardConfig(name="math_answer")
@@ -57,8 +57,7 @@ async def score_all(
             domain="math", task_index=index, prompt=question, response=response, reference=reference, reward=0.0,
             reward_parts={}, success=False, end="terminated", num_turns=1, num_tokens=1, metrics={},
         )  # fmt: skip
-        value = (await workers.score(REWARD, sample)).value
-        return value if isinstance(value, float) else sum(value.values())
+        return total_value((await workers.score(REWARD, sample)).value)
 
     return await asyncio.gather(*(one(index, *pair) for index, pair in enumerate(pairs)))
 

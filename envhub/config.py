@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Final
 
 from broker.errors import ConfigError
 from broker.settings.run_settings import RunSettings
-from broker.settings.schema.evaluation import WarmStartSection
 from broker.settings.schema.hubs import EnvhubSection
 from rlearner_text.model_checks import check_trained_model
 
@@ -46,20 +45,20 @@ def check(settings: RunSettings) -> RunSettings:
         domain.check()
     if settings.eval.every_steps:
         settings = settings.with_values("eval", tasks=num_eval_tasks(settings))
-    _check_demonstrations(domains, settings.warm_start)
+    _check_demonstrations(domains, settings)
     check_templates(settings, check_trained_model(settings.model))
     return settings
 
 
 def check_templates(settings: RunSettings, tokenizer: Tokenizer | None) -> None:
     """Check that the model's chat template renders each domain's system prompt, tools, examples and
-    turns.
+    turns, and that these leave room for an observation and an answer.
 
     Args:
         tokenizer: of the run's model; None if it is not known yet.
 
     Raises:
-        ConfigError: if it does not; names the model or its template.
+        ConfigError: if it does not; names the model, its template or the domain.
     """
     from envhub.domain import load_domains
     from envhub.envs.agent import AgentEnvironment
@@ -72,7 +71,13 @@ def check_templates(settings: RunSettings, tokenizer: Tokenizer | None) -> None:
                 allowed = "[]: an agent writes its own messages"
                 raise ConfigError(f"domains.{domain.name}.examples", questions, allowed)
         elif tokenizer is not None:
-            rules_for(tokenizer, *domain.opening)
+            length = 0
+            for history in ((), *domain.environment.histories(domain.args)):
+                rules = rules_for(tokenizer, *domain.opening_after(history))
+                length = max(length, len(rules.start("")))
+            if length >= (limit := domain.section.max_context_tokens):
+                allowed = f"above {length}, the tokens of its system prompt, tools and examples"
+                raise ConfigError(f"domains.{domain.name}.max_context_tokens", limit, allowed)
 
 
 def data_digests(settings: RunSettings) -> dict[str, str]:
@@ -95,28 +100,36 @@ def data_digests(settings: RunSettings) -> dict[str, str]:
 def num_eval_tasks(settings: RunSettings) -> int:
     """Return how many tasks of each domain an evaluation measures, none of them twice.
 
-    That is ``eval.tasks``; by default 256, or as many as every domain has.
+    That is ``eval.tasks``; by default 256, or as many as every evaluated domain has that does not
+    say it itself.
 
     Raises:
-        ConfigError: if a domain has no held-out tasks, or fewer than ``eval.tasks``.
+        ConfigError: if a domain has no held-out tasks, or fewer than it is to be evaluated on.
         UserError: as ``check``.
     """
     from envhub.domain import load_domains
 
     requested = settings.eval.tasks
     fewest = EVAL_TASKS
-    for name, domain in load_domains(settings).items():
-        available = domain.num_tasks("eval")
+    domains = load_domains(settings)
+    for name, section in settings.evaluated_domains.items():
+        available = domains[name].num_tasks("eval")
         if available is None:
             continue
         if not available:
-            allowed = f"domain {name} has no held-out tasks; eval.every_steps=0 measures none"
-            raise ConfigError("eval.tasks", requested or EVAL_TASKS, allowed)
-        if requested is not None and requested > available:
-            raise ConfigError(
-                "eval.tasks", requested, f"at most {available}, the held-out tasks of domain {name}"
+            allowed = (
+                f"domain {name} has no held-out tasks; eval.domains without it, or "
+                "eval.every_steps=0, measures none"
             )
-        fewest = min(fewest, available)
+            raise ConfigError("eval.tasks", requested or EVAL_TASKS, allowed)
+        own = section.eval.tasks
+        num_tasks = own or requested
+        if num_tasks is not None and num_tasks > available:
+            allowed = f"at most {available}, the held-out tasks of domain {name}"
+            key = "eval.tasks" if own is None else f"domains.{name}.eval.tasks"
+            raise ConfigError(key, num_tasks, allowed)
+        if own is None:
+            fewest = min(fewest, available)
     return fewest if requested is None else requested
 
 
@@ -158,14 +171,15 @@ def _check_numbers(domain: Domain, settings: RunSettings) -> None:
         raise ConfigError(f"{key}.rewards", [], allowed)
 
 
-def _check_demonstrations(domains: dict[str, Domain], section: WarmStartSection) -> None:
+def _check_demonstrations(domains: dict[str, Domain], settings: RunSettings) -> None:
+    section = settings.warm_start
     if not section.steps or section.data:
         return
     from envhub.envs.base import can_demonstrate
 
     name = section.domain
-    if not name and len(domains) == 1:
-        name = next(iter(domains))
+    if not name and len(settings.trained_domains) == 1:
+        name = next(iter(settings.trained_domains))
     if name not in domains:
         raise ConfigError("warm_start.domain", name, f"one of {', '.join(domains) or 'no domains'}")
     if not can_demonstrate(domains[name].environment):

@@ -17,18 +17,18 @@ from envhub.domain import Domain, load_domains
 from envhub.envs.base import can_demonstrate
 from envhub.servers.turn import mix
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 
 def pick_domain(settings: RunSettings, name: str | None) -> Domain:
-    """Return the named domain of a config, or its only one.
+    """Return the named domain of a config, or the only one that is trained.
 
     Raises:
         ConfigError: if there is no such domain, or no name and several domains.
     """
     domains = load_domains(settings)
-    if name is None and len(domains) == 1:
-        return next(iter(domains.values()))
+    if name is None and len(settings.trained_domains) == 1:
+        name = next(iter(settings.trained_domains))
     if name not in domains:
         raise ConfigError("--domain", name, f"one of {', '.join(domains) or 'no domains'}")
     return domains[name]
@@ -121,7 +121,10 @@ def demonstrations(
         steps = domain.steps()
         success = False
         conversations = [
-            domain.messages(observation.text if steps is None else steps.open(observation.text))
+            domain.messages(
+                observation.text if steps is None else steps.open(observation.text),
+                observation.history,
+            )
         ]
         for turn in range(1, domain.section.max_turns + 1):
             text = environment.demonstrate(rng, noise)
@@ -133,6 +136,7 @@ def demonstrations(
             if steps is None:
                 conversations[-1].append({"role": "user", "content": step.observation.text})
             else:
-                conversations.append(domain.messages(steps.acted(text, step.observation.text)))
+                prompt = steps.acted(text, step.observation.text)
+                conversations.append(domain.messages(prompt, observation.history))
         yield conversations, success
     environment.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from broker.errors import ConfigError, DataError
 from broker.settings.config import (
@@ -20,8 +21,9 @@ from broker.settings.sections import parse
 from envhub.context import Memory, StepContext, load_memory
 from envhub.envs import AGENTS, ENVS
 from envhub.envs.agent import AgentEnvironment
-from envhub.envs.base import Environment, Isolation, Split
+from envhub.envs.base import Environment, History, Isolation, Split
 from envhub.lengths.selection import EstimatorChoice, load_estimator
+from rlearner_text.template_rules import Examples
 
 
 @dataclass(frozen=True)
@@ -53,15 +55,29 @@ class Domain:
             return None
         return StepContext(self.memory, self.section.history_length)
 
-    def messages(self, observation: str) -> list[dict[str, str]]:
-        """Return the conversation before the first action, without examples."""
-        messages = [{"role": "user", "content": observation}]
-        if self.section.system_prompt:
-            messages.insert(0, {"role": "system", "content": self.section.system_prompt})
-        return messages
+    def messages(self, observation: str, history: History = ()) -> list[dict[str, Any]]:
+        """Return the conversation before the first action; weight 0: answers not to train on."""
+        system_prompt, _, examples = self.opening_after(history)
+        messages: list[dict[str, Any]] = []
+        if system_prompt:
+            messages.append({"role": "system", "content": system_prompt})
+        for question, answer in examples:
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": answer, "weight": 0})
+        return [*messages, {"role": "user", "content": observation}]
+
+    def opening_after(self, history: History) -> tuple[str, str, Examples]:
+        """Return ``opening`` for a task with messages of its own before the first observation."""
+        system, tools, examples = self.opening
+        turns = history
+        if history and history[0][0] == "system":
+            system = history[0][1]
+            turns = history[1:]
+        contents = [content for _, content in turns]
+        return system, tools, (*examples, *zip(contents[::2], contents[1::2], strict=True))
 
     @cached_property
-    def opening(self) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+    def opening(self) -> tuple[str, str, Examples]:
         """What conversations begin with: the system prompt, the tools as JSON, the examples."""
         examples = tuple((each.question, each.answer) for each in self.section.examples)
         return self.section.system_prompt, self.tools, examples

@@ -23,13 +23,32 @@ def preflight_findings(settings: RunSettings) -> list[PreflightFinding]:
         ConfigError: if the chat template of a model on the hub cannot be used.
     """
     _check_hub_template(settings)
+    findings = _count_rows(settings)
     if not any(domain.env == "agent" for domain in settings.domains.values()):
-        return []
-    findings = []
+        return [finding for finding in findings if finding is not None]
     for name, domain in load_domains(settings).items():
         if issubclass(domain.environment, AgentEnvironment) and isinstance(domain.args, AgentArgs):
             findings.append(_check_program(f"domains.{name}.env_args", domain.args))
     return [finding for finding in findings if finding is not None]
+
+
+def _count_rows(settings: RunSettings) -> list[PreflightFinding | None]:
+    """Count rows that stand out, such as duplicates, in the data sets of the domains."""
+    tokenizer = check_trained_model(settings.model, has_weights=False)
+    findings: list[PreflightFinding | None] = []
+    for name, domain in load_domains(settings).items():
+        limit = domain.section.max_context_tokens
+
+        def is_long(text: str, limit: int = limit) -> bool:
+            # A token is a byte or more.
+            if tokenizer is None or len(text.encode()) < limit:
+                return False
+            return len(tokenizer.encode(text)) >= limit
+
+        if counts := domain.environment.count_rows(domain.args, is_long):
+            remedy = f"domains.{name}.max_context_tokens" if " 0 too long" not in counts else ""
+            findings.append(PreflightFinding("data", f"domains.{name}", "warning", counts, remedy))
+    return findings
 
 
 def _check_hub_template(settings: RunSettings) -> None:

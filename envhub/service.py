@@ -184,9 +184,10 @@ class EnvironmentHub:
         return min(self.settings.broken_after, max(at_once, 2))
 
     def _feed(self, stream: Stream, domain: str) -> TicketFeed:
-        group_size = self.domains[domain].section.group_size
+        section = self.domains[domain].section
+        group_size = section.group_size
         if stream is EVALTICKETS:
-            group_size = self.run_settings.eval.group_size
+            group_size = self.run_settings.eval.of_domain(section).group_size
         return TicketFeed(
             self.member,
             self.intake.queue_turns,

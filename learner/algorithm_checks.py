@@ -34,6 +34,8 @@ def check_algorithm(settings: RunSettings) -> None:
     _check_streaming(settings.train.streaming, algorithm, traits)
     _check_correction(algorithm)
     for name, domain in settings.domains.items():
+        _check_thinking(name, domain, algorithm.adv_estimator)
+    for name, domain in settings.trained_domains.items():
         _check_domain(name, domain, algorithm, traits)
 
 
@@ -167,6 +169,16 @@ def _check_pass_rate(key: str, domain: DomainSection, bounds: Sequence[float] | 
         raise ConfigError("algorithm.pass_rate", list(bounds), allowed)
 
 
+def _check_thinking(name: str, domain: DomainSection, estimator: str) -> None:
+    """Check that thinking is dropped only where earlier turns are written again."""
+    is_whole = not takes_steps(domain.context, estimator)
+    if is_whole and domain.thinking == "drop" and domain.max_turns > 1:
+        allowed = (
+            "keep with whole conversations, trained as they were sampled; drop needs context: steps"
+        )
+        raise ConfigError(f"domains.{name}.thinking", "drop", allowed)
+
+
 def _check_domain(
     name: str,
     domain: DomainSection,
@@ -195,11 +207,6 @@ def _check_domain(
     _check_pass_rate(key, domain, algorithm.pass_rate)
     if takes_steps(domain.context, estimator):
         _check_steps(key, algorithm, declared_traits)
-    elif domain.thinking == "drop" and domain.max_turns > 1:
-        allowed = (
-            "keep with whole conversations, trained as they were sampled; drop needs context: steps"
-        )
-        raise ConfigError(f"{key}.thinking", "drop", allowed)
     elif traits.compares_steps:
         allowed = (
             f"auto or steps with algorithm.adv_estimator {estimator}, which compares single steps"

@@ -191,7 +191,7 @@ def _check_training(settings: RunSettings) -> None:
             train.warmup_steps,
             f"below train.steps, which is {train.steps}",
         )
-    for name, domain in settings.domains.items():
+    for name, domain in settings.trained_domains.items():
         if (length := domain.max_context_tokens) > train.micro_batch_tokens:
             allowed = (
                 f"at least domains.{name}.max_context_tokens, which is {length}: one sequence must "
@@ -355,5 +355,5 @@ def _check_warm_start(settings: RunSettings) -> None:
             raise ConfigError(
                 "warm_start.data", warm.data, "no such file; a JSONL of conversations"
             )
-    elif warm.domain not in names and (warm.domain or len(names) > 1):
+    elif warm.domain not in names and (warm.domain or len(settings.trained_domains) > 1):
         raise ConfigError("warm_start.domain", warm.domain, f"one of {', '.join(names)}")

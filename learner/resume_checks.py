@@ -127,8 +127,9 @@ def _find_weights(folder: Path) -> Path | None:
 
 
 def _refuse_domains(old_config: PlainSettings, settings: RunSettings, *, force: bool) -> None:
-    old_domains = sorted(old_config.get("domains") or {})
-    new_domains = sorted(settings.domains)
+    old_sections = old_config.get("domains") or {}
+    old_domains = sorted(name for name in old_sections if old_sections[name].get("weight", 1))
+    new_domains = sorted(settings.trained_domains)
     if old_domains and not set(old_domains) & set(new_domains) and not force:
         history = f"run {settings.run.name} has trained {', '.join(old_domains)}"
         allowed = f"{history}: keep one of them, choose another run.name, or give --force"

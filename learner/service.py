@@ -510,7 +510,9 @@ class LearnerService:
         services = self.services
         failures = self.settings.failures
         table = self.settings.domains
-        failure_monitor = FailureMonitor(failures, self.train.groups_per_step, table)
+        failure_monitor = FailureMonitor(
+            failures, self.train.groups_per_step, self.settings.trained_domains
+        )
         loop = TrainingLoop(
             self.bus,
             ledger,

@@ -80,7 +80,7 @@ async def open_training(
     """
     train = settings.train
     algorithm = settings.algorithm
-    max_length = max(domain.max_context_tokens for domain in settings.domains.values())
+    max_length = max(domain.max_context_tokens for domain in settings.trained_domains.values())
     model = settings.model
     backend_class = await asyncio.to_thread(_import_backend, train.backend)
     build = partial(

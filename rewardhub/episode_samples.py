@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from msgspec.structs import replace
-
 from broker.contract import wire
 from rewardhub.rewards.base import Sample, SampleTurn
 
@@ -48,14 +46,6 @@ def sample_of_request(request: wire.EpisodeScoreRequest, max_turns: int = 1) -> 
         messages=[message.plain() for message in request.messages],
         turns=_sample_turns(request.turns, request.messages),
     )
-
-
-def with_rewards(turns: Sequence[wire.Turn], rewards: Sequence[float]) -> list[wire.Turn]:
-    """Return the turns with these rewards."""
-    return [
-        replace(turn, reward=reward) if turn.reward != reward else turn
-        for turn, reward in zip(turns, rewards, strict=True)
-    ]
 
 
 def _sample_turns(

@@ -20,8 +20,8 @@ from broker.contract.streams import EPISODES, MAX_DELIVERIES, Stream
 from broker.jetstream.ticket_results import result_log
 from broker.settings.config import DomainSection, RewardConfig
 from rewardhub.config import reward_labels
-from rewardhub.episode_samples import with_rewards
 from rewardhub.rewards.base import Scored, Value, total_value
+from rewardhub.turn_scores import add_turn_scores, with_rewards
 
 # The environment's part of a trajectory's reward.
 ENV: Final = "env"
@@ -120,26 +120,6 @@ def add_scores(
     return total, parts_and_notes, success
 
 
-def add_turn_scores(
-    turn_rewards: Sequence[float],
-    scores: Mapping[int, Scored],
-    rewards: Sequence[RewardConfig],
-    first: int = 0,
-) -> list[float]:
-    """Return the rewards of turns with the scores that rewards gave per turn.
-
-    Args:
-        scores: as in ``add_scores``.
-        first: which turn of the episode is the first of these.
-    """
-    totals = list(turn_rewards)
-    for r, scored in scores.items():
-        if isinstance(scored.value, list):
-            for index, number in enumerate(scored.value[first : first + len(totals)]):
-                totals[index] += rewards[r].weight * number
-    return totals
-
-
 class GroupScoring:
     """State machine of one group in one pool.
 
@@ -217,10 +197,9 @@ class GroupScoring:
             scored = self._add(trajectory, num_turns[trajectory.episode])
             num_turns[trajectory.episode] += len(trajectory.turns)
             trajectories.append(scored if pools else msgspec.structs.replace(scored, messages=[]))
-        scores = self.group.scores if pools else []
-        group = msgspec.structs.replace(
-            self.group, trajectories=trajectories, pools=pools, scores=scores
-        )
+        group = msgspec.structs.replace(self.group, trajectories=trajectories, pools=pools)
+        if not pools:
+            group = msgspec.structs.replace(group, scores=[], row={})
         stream, key = (
             (EPISODES, group.pools[0])
             if group.pools

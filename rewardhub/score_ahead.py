@@ -24,8 +24,9 @@ from broker.settings.config import DomainSection, RewardConfig
 from rewardhub.config import reward_labels
 from rewardhub.episode_samples import sample_of_request
 from rewardhub.rewards.base import Sample, Scored
-from rewardhub.routing import add_scores, add_turn_scores, rewards_digest
+from rewardhub.routing import add_scores, rewards_digest
 from rewardhub.score_dispatcher import ScoreDispatcher
+from rewardhub.turn_scores import add_turn_scores
 from rewardhub.worker_pool import NoWorkerError, ScoreError
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from rlearner_text.template_rules import Examples, Role, rules_for
+from rlearner_text.template_rules import Examples, Role, Texts, rules_for
 from rlearner_text.tokenizer import Tokenizer
 
 
@@ -46,8 +46,8 @@ class Conversation:
     def __len__(self) -> int:
         return len(self.token_ids)
 
-    def observe(self, text: str, role: Role = "user") -> int:
-        """Append a user message or tool result and the prompt; return the number of new tokens.
+    def observe(self, text: Texts, role: Role = "user") -> int:
+        """Append a user message or tool results and the prompt; return the number of new tokens.
 
         An assistant turn that ended without its end-of-turn token gets one, with mask 0.
 
@@ -57,7 +57,7 @@ class Conversation:
         if self._user_spoke:
             raise ValueError("observe() twice without sampled() in between")
         if not self.token_ids:
-            added = self.rules.start(text)
+            added = self.rules.start(str(text))
         else:
             added = self.rules.delta(text, role)
             start, end = self.spans[-1]

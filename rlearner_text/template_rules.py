@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any, Final, Literal
 
@@ -24,6 +24,7 @@ from rlearner_text.turn_text import TurnReader
 
 Role = Literal["user", "tool"]
 Examples = tuple[tuple[str, str], ...]  # question and answer of each
+Texts = str | tuple[str, ...]  # of a message, or of the results of several calls
 
 _QUESTIONS: Final = ("first probe question", "second probe question", "third probe question")
 _ANSWERS: Final = ("first probe answer 11213", "second probe answer 31415")
@@ -71,7 +72,7 @@ class TemplateRules:
         self._check()
         self._spelling = self._find_spelling() if self._tools else None
         if self._spelling is not None and _QUESTIONS[1] not in self._result(
-            _QUESTIONS[1], self._spelling
+            [_QUESTIONS[1]], self._spelling
         ):
             raise self._no_calls("it does not render tool results")
         self.delta = lru_cache(maxsize=_DELTAS_KEPT)(self._delta)
@@ -84,20 +85,21 @@ class TemplateRules:
             self._tokenizer.encode(self._render([_user_message(self._tokenizer.shield(text))]))
         )
 
-    def _delta(self, text: str, role: Role = "user") -> tuple[int, ...]:
+    def _delta(self, text: Texts, role: Role = "user") -> tuple[int, ...]:
         """Return the tokens after a turn of the policy: its end, the message, the prompt."""
-        text = self._tokenizer.shield(text)
+        texts = [text] if isinstance(text, str) else text
+        shielded = [self._tokenizer.shield(part) for part in texts]
         if role == "user":
-            tail = self._tail(text, bare=self._moves_preamble)
+            tail = self._tail("".join(shielded), bare=self._moves_preamble)
         elif self._spelling is not None:
-            tail = self._result(text, self._spelling)
+            tail = self._result(shielded, self._spelling)
         else:
             raise self._no_calls("the conversation has none")
         return tuple(self._tokenizer.encode(tail))
 
-    def answer(self, text: str) -> list[int]:
-        """Return the tokens of an assistant's message as the policy would have sampled them, with
-        their end of turn.
+    def answer(self, text: str, calls: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+        """Return the tokens of an assistant's message, with tool calls in OpenAI's form, as the
+        policy would have sampled them, with their end of turn.
 
         They continue the generation prompt. Where the template has no token that closes a turn, the
         model's end token does.
@@ -109,17 +111,21 @@ class TemplateRules:
         prompt = _text_after(self._render(question), _QUESTIONS[0])
         span = None
         turn = ""
-        for message in self._forms(text):
+        for message in self._forms(text, calls):
             turn = _text_after(self._render([*question, message], prompt=False), _QUESTIONS[0])
             if (span := rendered_span(prompt, turn, self.end_of_turn, text)) is not None:
                 break
+        if calls and (span is None or str(calls[0]["function"]["name"]) not in span):
+            raise self._no_calls("a turn with calls does not continue its generation prompt")
         if span is None:
             span = continued_span(prompt, turn, text)
         closing = self.closing or self._tokenizer.eos_token_ids[:1]
         return [*self._tokenizer.encode_continuation(span), *closing]
 
-    def _forms(self, text: str) -> list[dict[str, str]]:
+    def _forms(self, text: str, calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Return an assistant's message in the forms in which the template may take it."""
+        if calls:
+            return [_assistant_message(text) | {"tool_calls": list(calls)}]
         reasoning, is_closed, answer = text.rpartition(CLOSE)
         if not is_closed or not self.reader.has_channels:
             return [_assistant_message(text)]
@@ -155,11 +161,12 @@ class TemplateRules:
             raise self._no_calls("it closes a turn with tool calls differently from one without")
         return spelling
 
-    def _result(self, text: str, spelling: ToolSyntax) -> str:
-        """Return what follows a turn that called a tool: its end, the result, the prompt."""
+    def _result(self, texts: Sequence[str], spelling: ToolSyntax) -> str:
+        """Return what follows a turn that called tools: its end, the results, the prompt."""
         function = str(PROBE["tool_calls"][0]["function"]["name"])
-        result = {"role": "tool", "name": function, "tool_call_id": PROBE_ID, "content": text}
-        rendered = self._render([_user_message(_QUESTIONS[0]), PROBE, result])
+        result = {"role": "tool", "name": function, "tool_call_id": PROBE_ID}
+        results = [result | {"content": text} for text in texts]
+        rendered = self._render([_user_message(_QUESTIONS[0]), PROBE, *results])
         # The call may follow other text than in a turn that ends the conversation, such as an empty
         # thinking block.
         _, is_closed, tail = rendered.partition(function)[2].partition(spelling.after)
@@ -355,7 +362,7 @@ def _user_message(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def _assistant_message(text: str) -> dict[str, str]:
+def _assistant_message(text: str) -> dict[str, Any]:
     return {"role": "assistant", "content": text}
 
 

@@ -249,7 +249,8 @@ class Group(Message, frozen=True, tag="Group"):
     temperature: float = 1.0  # sampling temperature of the trained tokens
     # not yet part of the rewards; the pools compute those that are missing
     scores: list[EpisodeScores] = []
-    # the task's row in its data set, JSON values by column, for rewards that may read it
+    # the task's row in its data set, JSON values by column, for rewards that may read it; removed
+    # with the last score
     row: dict[str, Any] = {}
 
 

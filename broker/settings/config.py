@@ -15,6 +15,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
@@ -252,6 +253,16 @@ class ExampleSection(Section):
 RESPONSE_REWARDS: Final = ("math_answer", "code", "format", "length", "reward_model")
 
 
+class DomainEvalSection(Section):
+    """How a domain is evaluated; null: as section ``eval`` says."""
+
+    harmless = ("tasks", "group_size", "temperature")
+
+    tasks: PositiveInt | None = None  # null: as in eval, like the following
+    group_size: PositiveInt | None = None  # episodes per task
+    temperature: NonNegativeFloat | None = None  # the rest of sampling is the domain's
+
+
 class DomainSection(Section):
     """One kind of task: its environment, and how groups are run and scored."""
 
@@ -272,8 +283,8 @@ class DomainSection(Section):
     # first message of each conversation; empty: none
     system_prompt: str = ""
     examples: list[ExampleSection] = []
-    weight: PositiveFloat = 1.0  # share among the domains
-    # episodes of one task, whose rewards are compared
+    weight: NonNegativeFloat = 1.0  # share among the domains; 0: only evaluated, never trained
+    # episodes of one training task, whose rewards are compared
     group_size: PositiveInt = 8
     min_group_size: PositiveInt | None = None  # null: all of them
     # extra episodes; when group_size have finished, the rest are aborted
@@ -299,6 +310,7 @@ class DomainSection(Section):
     # per group; null: derived, see broker.settings.timeouts
     deadline_s: PositiveFloat | None = None
     sampling: Sampling = Sampling()
+    eval: DomainEvalSection = DomainEvalSection()
     # predicts how long turns will be, because servers start the longest first: a name of the
     # registry in envhub/lengths, or a dotted path or file path to a class or function
     length_estimator: Annotated[

@@ -56,6 +56,17 @@ class RunSettings(SectionGroup):
     envhub: EnvhubSection = EnvhubSection()
     rewardhub: RewardhubSection = RewardhubSection()
 
+    @property
+    def trained_domains(self) -> dict[str, DomainSection]:
+        """The domains that get training tickets."""
+        return {name: domain for name, domain in self.domains.items() if domain.weight}
+
+    @property
+    def evaluated_domains(self) -> dict[str, DomainSection]:
+        """The domains that evaluations measure, sorted by name."""
+        names = sorted(self.domains if self.eval.domains is None else self.eval.domains)
+        return {name: self.domains[name] for name in names}
+
     @classmethod
     def of_config(cls, values: PlainSettings) -> Self:
         """Return the settings in a validated configuration, as a RunSpec or a folder has it.
@@ -135,9 +146,10 @@ def check_domains(settings: RunSettings) -> None:
     """Check the domains' settings that must agree.
 
     Raises:
-        ConfigError: if min_group_size exceeds group_size or lets no straggler be left out, a turn
-            exceeds the context, or the memory is not used.
+        ConfigError: if no domain is trained or one is never used, min_group_size exceeds group_size
+            or lets no straggler be left out, a turn exceeds the context, or the memory is not used.
     """
+    _check_use(settings)
     for name, domain in settings.domains.items():
         domain_key = f"domains.{name}"
         smallest = domain.min_group_size
@@ -162,3 +174,26 @@ def check_domains(settings: RunSettings) -> None:
                 tokens,
                 f"below max_context_tokens, which is {context}",
             )
+
+
+def _check_use(settings: RunSettings) -> None:
+    """Check that a domain is trained, and that those of weight 0 are evaluated."""
+    section = settings.eval
+    names = list(settings.domains)
+    if section.domains is not None and (
+        not set(section.domains) <= set(names) or len(set(section.domains)) < len(section.domains)
+    ):
+        allowed = f"names of domains, each once: {', '.join(names)}"
+        raise ConfigError("eval.domains", section.domains, allowed)
+    if names and not settings.trained_domains:
+        allowed = "above 0 in one domain at least; with 0 a domain is only evaluated"
+        raise ConfigError(f"domains.{names[0]}.weight", 0, allowed)
+    for name in names:
+        if name in settings.trained_domains:
+            continue
+        if name not in settings.evaluated_domains:
+            allowed = "above 0, or name it in eval.domains: with 0 a domain is only evaluated"
+            raise ConfigError(f"domains.{name}.weight", 0, allowed)
+        if not section.every_steps and section.tasks is None:
+            allowed = "above 0 without eval.every_steps: with 0 a domain is only evaluated"
+            raise ConfigError(f"domains.{name}.weight", 0, allowed)

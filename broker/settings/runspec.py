@@ -6,8 +6,10 @@ import asyncio
 import hashlib
 import importlib
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -315,16 +317,28 @@ def _wire_version(data: bytes) -> int:
 
 
 def digest_file(path: str) -> str:
-    """Return the hex BLAKE2b digest of a data file.
+    """Return the hex BLAKE2b digest of a data file, or of all files of a folder but hidden ones.
 
     Raises:
-        UserError: if the file cannot be read.
+        UserError: if a file cannot be read.
     """
     try:
+        if os.path.isdir(path):
+            return _digest_folder(Path(path))
         with open(path, "rb") as file:
             return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from None
+
+
+def _digest_folder(folder: Path) -> str:
+    """Return a digest of the names and digests of its files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for file in sorted(folder.rglob("*")):
+        place = file.relative_to(folder)
+        if file.is_file() and not any(part.startswith(".") for part in place.parts):
+            digest.update(f"{place}\0{digest_file(str(file))}\0".encode())
+    return digest.hexdigest()
 
 
 def check_digests(digests: Mapping[str, str]) -> None:

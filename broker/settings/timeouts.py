@@ -68,6 +68,8 @@ def derive(settings: RunSettings, scoring_s: Mapping[str, float]) -> RunSettings
         deadline_s = domain.deadline_s
         if deadline_s is None:
             size = domain.group_size + greedy + domain.group_size_redundancy
+            if not domain.weight:
+                size = settings.eval.of_domain(domain).group_size
             waves = math.ceil(size / envhub.n)
             most_s = math.inf if ticket is None else max(ticket / TRIES, episode or turn or 0.0)
             deadline_s = min((waves + 1) * episode_s, most_s)

@@ -20,6 +20,10 @@ BROKER: Final[tuple[Source, ...]] = ("broker",)
 OFFLINE: Final[tuple[Source, ...]] = ("offline",)
 BOTH_ENDS: Final = (*LEARNER, *ROLLOUT)
 
+EVALUATED: Final = {
+    "mean": "the mean", "p10": "the 0.1 quantile", "p50": "the median", "p90": "the 0.9 quantile",
+}  # fmt: skip
+
 # One row a metric, so that the table can be read as a table.
 # fmt: off
 SECTIONS: Final[dict[str, tuple[Metric, ...]]] = {
@@ -106,6 +110,24 @@ SECTIONS: Final[dict[str, tuple[Metric, ...]]] = {
         Metric("eval/reward_mean", "reward", LEARNER, "Mean reward of the evaluation's episodes."),
         Metric("eval/domain/<domain>/success_rate", "share", LEARNER,
                "Share of a domain's episodes that succeeded."),
+        *(
+            Metric(f"eval/domain/<domain>/reward_{quantile}", "reward", LEARNER,
+                   f"Reward of an evaluated domain's episode: {text}.")
+            for quantile, text in EVALUATED.items()
+        ),
+        *(
+            Metric(f"eval/domain/<domain>/episode_tokens_{quantile}", "tokens", LEARNER,
+                   f"Sampled tokens of an evaluated domain's episode: {text}.")
+            for quantile, text in EVALUATED.items()
+        ),
+        Metric("eval/domain/<domain>/num_turns", "turns", LEARNER,
+               "Mean turns of an episode of an evaluated domain."),
+        Metric("eval/domain/<domain>/clip_ratio", "share", LEARNER,
+               "Share of an evaluated domain's episodes with a turn that was cut for its length."),
+        Metric("eval/domain/<domain>/avg@*", "share", LEARNER,
+               "Mean share of right tries of a task of an evaluated domain."),
+        Metric("eval/domain/<domain>/pass@*", "share", LEARNER,
+               "Probability that one of k tries of an evaluated domain's task is right."),
         Metric("eval/step", "steps", LEARNER,
                "Step after which the evaluation began: the label of all its figures."),
         Metric("eval/num_episodes", "episodes", LEARNER,

@@ -17,7 +17,7 @@ else the class, says:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal
@@ -33,6 +33,7 @@ from rlearner_text.tool_calls import ToolCall
 Split = Literal["train", "eval"]
 Isolation = Literal["none", "thread", "process", "sandbox"]
 WORKER: Final = ("process", "sandbox")  # in a process of its own
+History = tuple[tuple[str, str], ...]  # (role, content) of each message
 Frame = npt.NDArray[np.uint8]  # (height, width, 3)
 
 
@@ -46,10 +47,13 @@ class Observation(msgspec.Struct, frozen=True):
     Attributes:
         text: the user message of the conversation.
         anchor: identical for identical states of one task, empty if states cannot be compared.
+        history: of the first observation, (role, content) of the messages before it: perhaps a
+            system message, which replaces that of the domain, then turns of user and assistant.
     """
 
     text: str
     anchor: str = ""
+    history: History = ()
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -126,6 +130,20 @@ class Environment:
     def references(cls, args: Any) -> list[tuple[str, str]]:
         """Return the place and text of each reference answer, for rewards that check them early."""
         return []
+
+    @classmethod
+    def histories(cls, args: Any) -> list[History]:
+        """Return a history of each form that its tasks have, to try with the chat template."""
+        return []
+
+    @classmethod
+    def count_rows(cls, args: Any, is_long: Callable[[str], bool]) -> str:
+        """Return what stands out in its data sets, such as duplicates; empty if nothing does.
+
+        Args:
+            is_long: whether an observation is too long for the model.
+        """
+        return ""
 
     @classmethod
     def num_tasks(cls, args: Any, split: Split) -> int | None:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from broker.contract import wire
 from envhub.domain import Domain
+from envhub.envs.base import History
 from rlearner_text.template_rules import Role
 from rlearner_text.tool_calls import ToolCall
 
@@ -22,14 +23,14 @@ class ConversationLog:
         self._num_turns = 0
         self.messages: list[wire.EpisodeMessage] = []
 
-    def open(self, observation: str) -> None:
+    def open(self, observation: str, history: History = ()) -> None:
         """Begin with the system prompt, the examples, and the first observation."""
-        section = self._domain.section
-        if section.system_prompt:
-            self._add("system", section.system_prompt)
-        for example in section.examples:
-            self._add("user", example.question)
-            self._add("assistant", example.answer)
+        system, _, examples = self._domain.opening_after(history)
+        if system:
+            self._add("system", system)
+        for question, answer in examples:
+            self._add("user", question)
+            self._add("assistant", answer)
         self._add("user", observation)
 
     def add_turn(self, text: str, calls: Sequence[ToolCall]) -> None:

@@ -74,6 +74,7 @@ class Episode:
         self._on_tokens = on_tokens
         self._section = task.domain.section
         self._steps = task.domain.steps()
+        self._opening = task.domain.opening
         self._conversations: list[Conversation] = []
         # each turn's seed is made of this one and the length of its context
         self._seed = stirred(0, task.seed, task.episode)
@@ -100,13 +101,15 @@ class Episode:
             raise EpisodeFailed(
                 "fatal", f"the prompt has {size} characters and max_context_tokens is {limit}"
             )
+        if view.history:
+            self._opening = self._task.domain.opening_after(view.history)
         prompt = view.text
         if self._steps is not None:
             prompt = self._make_prompt(self._steps.open, view.text)
         await self._encode_ahead(prompt)
         self._observe(prompt)
         if self._log is not None:
-            self._log.open(view.text)
+            self._log.open(view.text, view.history)
         if (size := len(self._conversation)) >= limit:
             raise EpisodeFailed(
                 "fatal", f"the prompt has {size} tokens and max_context_tokens is {limit}"
@@ -163,7 +166,7 @@ class Episode:
         """Encode a long prompt in a thread; the hub's loop then finds its tokens in the cache."""
         if not LONG_TEXT <= len(prompt) <= self._section.max_context_tokens * CHARS_PER_TOKEN:
             return
-        rules = rules_for(self._context.tokenizer, *self._task.domain.opening)
+        rules = rules_for(self._context.tokenizer, *self._opening)
         if self._steps is not None or not self._conversations:
             await asyncio.to_thread(rules.start, prompt)
         else:
@@ -171,9 +174,7 @@ class Episode:
 
     def _observe(self, prompt: str) -> None:
         if self._steps is not None or not self._conversations:
-            self._conversations.append(
-                Conversation(self._context.tokenizer, *self._task.domain.opening)
-            )
+            self._conversations.append(Conversation(self._context.tokenizer, *self._opening))
             self._conversation.observe(prompt)
         else:
             self._conversation.observe(prompt, self._role)
@@ -270,7 +271,7 @@ class Episode:
         prompt = text("after reset, prompt", self._env.prompt)
         # Equal tasks begin in equal states, also where the first observation is empty.
         view = self._with_anchor(view, view.text or prompt)
-        self._count_chars(view.text, view.anchor)
+        self._count_chars(view.text, view.anchor, *(content for _, content in view.history))
         self._count_chars(
             prompt,
             text("after reset, reference", self._env.reference),

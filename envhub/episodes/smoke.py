@@ -79,7 +79,7 @@ async def _play_episode(
 ) -> dict[str, Any]:
     view = observation("reset", await calls.call(environment, "reset", 0, "train", SEED))
     log = ConversationLog(domain)
-    log.open(view.text)
+    log.open(view.text, view.history)
     row = returned_row("after reset, row", environment.row)
     turns: list[dict[str, Any]] = []
     step = StepResult(view, 0.0, done=False)

@@ -105,6 +105,7 @@ class FirstObservation(msgspec.Struct, frozen=True, tag=True):
     prompt: str
     reference: str
     row: dict[str, Any] = {}
+    history: tuple[tuple[str, str], ...] = ()
 
 
 class StepOutcome(msgspec.Struct, frozen=True, tag=True):

@@ -60,7 +60,7 @@ class RemoteEnvironment(Environment):
         self.prompt = first.prompt
         self.reference = first.reference
         self.row = first.row
-        return Observation(first.text, first.anchor)
+        return Observation(first.text, first.anchor, first.history)
 
     async def step(self, text: str) -> StepResult:
         return self._stepped(

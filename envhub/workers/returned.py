@@ -35,7 +35,24 @@ def observation(method: str, value: object) -> Observation:
         raise ReturnedValueError(f"{method} returned {type(value).__name__}, not an Observation")
     text(f"{method} returned an Observation whose text", value.text)
     text(f"{method} returned an Observation whose anchor", value.anchor, limit=8 * MAX_TEXT_BYTES)
+    if value.history:
+        _check_history(method, value.history)
     return value
+
+
+def _check_history(method: str, history: object) -> None:
+    """Check that messages are a system message, if any, and pairs of user and assistant."""
+    messages = list(history) if isinstance(history, list | tuple) else [None]
+    pairs = [list(item) for item in messages if isinstance(item, list | tuple) and len(item) == 2]
+    if len(pairs) < len(messages):
+        raise ReturnedValueError(f"{method} returned a history that is not of (role, content)")
+    for _, content in pairs:
+        text(f"{method} returned a history whose message", content)
+    roles = [role for role, _ in pairs]
+    turns = roles[roles[0] == "system" :]
+    if turns != ["user", "assistant"] * (len(turns) // 2):
+        expected = "perhaps a system message, then user and assistant"
+        raise ReturnedValueError(f"{method} returned a history of {roles}, not {expected}")
 
 
 def step_result(value: object, method: str = "step") -> StepResult:

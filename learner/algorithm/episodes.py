@@ -32,5 +32,5 @@ def num_bytes(group: wire.Group) -> int:
 def without_episodes(group: wire.Group) -> wire.Group:
     """Return the head of a group, which needs no memory."""
     return msgspec.structs.replace(
-        group, trajectories=[], prompt="", reference="", frames=[], scores=[], row={}
+        group, trajectories=[], prompt="", reference="", frames=[], scores=[]
     )

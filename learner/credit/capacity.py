@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 import psutil
@@ -62,7 +62,7 @@ def check_groups(settings: RunSettings) -> None:
     Raises:
         ConfigError: if the largest group of a domain is larger than MAX_GROUP_BYTES.
     """
-    for group in _largest_groups(settings):
+    for group in (*_largest_groups(settings), *_evaluated_groups(settings)):
         if group.size_bytes > MAX_GROUP_BYTES:
             key = f"domains.{group.domain}.max_context_tokens"
             sample_bytes = (MAX_GROUP_BYTES - GROUP_BYTES) // (group.episodes * group.samples)
@@ -79,7 +79,8 @@ def capacity_notes(settings: RunSettings) -> list[str]:
     """Return lines for the operator on what the largest groups of a checked configuration cost."""
     groups = _largest_groups(settings)
     train = settings.train
-    domains = settings.domains
+    domains = settings.trained_domains
+    only_evaluated = [group for group in _evaluated_groups(settings) if group.domain not in domains]
     weights = sum(domain.weight for domain in domains.values())
     mean = sum(group.size_bytes * domains[group.domain].weight for group in groups) / weights
     step_bytes = math.ceil(mean * train.groups_per_step)
@@ -89,7 +90,7 @@ def capacity_notes(settings: RunSettings) -> list[str]:
     lines = [
         f"domains.{group.domain}: a group takes at most {_format_size(group.size_bytes)}: "
         f"{_describe_shape(group)} of {group.tokens:,} tokens"
-        for group in groups
+        for group in (*groups, *only_evaluated)
     ]
     open_size = _format_size(num_steps * step_bytes)
     tickets = f"the open tickets {open_size} ({num_steps} x train.groups_per_step)"
@@ -113,7 +114,19 @@ def capacity_notes(settings: RunSettings) -> list[str]:
 
 def _largest_groups(settings: RunSettings) -> list[LargestGroup]:
     estimator = settings.algorithm.adv_estimator
-    return [largest_group(name, domain, estimator) for name, domain in settings.domains.items()]
+    domains = settings.trained_domains
+    return [largest_group(name, domain, estimator) for name, domain in domains.items()]
+
+
+def _evaluated_groups(settings: RunSettings) -> list[LargestGroup]:
+    estimator = settings.algorithm.adv_estimator
+    return [
+        replace(
+            largest_group(name, domain, estimator),
+            episodes=settings.eval.of_domain(domain).group_size,
+        )
+        for name, domain in settings.evaluated_domains.items()
+    ]
 
 
 def _describe_shape(group: LargestGroup) -> str:

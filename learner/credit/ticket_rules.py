@@ -77,10 +77,12 @@ class TicketRules:
 def rules_of(
     train: TrainSection, algorithm: AlgorithmSection, domains: dict[str, Any], seed: int
 ) -> TicketRules:
-    """Return the rules of a validated configuration."""
+    """Return the rules of a validated configuration; domains of weight 0 get no tickets."""
     num_greedy_episodes = num_greedy(algorithm.adv_estimator)
     rules = []
     for name, domain in sorted(domains.items()):
+        if not domain.weight:
+            continue
         rules.append(
             DomainRule(
                 name,

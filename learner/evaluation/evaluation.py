@@ -14,44 +14,24 @@ from broker.settings.config import DomainSection
 from broker.settings.timeouts import seconds
 from learner.algorithm.episodes import final_trajectories
 from learner.config import EvalSection
-from learner.credit.record_intake import version_bounds
 from learner.credit.ticket_rules import task_seed
 from learner.evaluation import pass_at_k
+from learner.evaluation.task_results import TaskResult, domain_figures
 from learner.reporting.transcripts import Transcript
-
-
-@dataclass(frozen=True)
-class TaskResult:
-    """Numeric result of one task."""
-
-    domain: str
-    task_index: int
-    successes: tuple[bool, ...]  # of each episode
-    rewards: tuple[float, ...]  # of each episode
-    # oldest and newest of its sampled tokens, None if nothing was sampled
-    versions: tuple[int, int] | None
 
 
 @dataclass(frozen=True)
 class EvaluationRow:
     """Full result of one task, kept until it is written to a file."""
 
-    domain: str
-    task_index: int
-    successes: tuple[bool, ...]
-    rewards: tuple[float, ...]
-    versions: tuple[int, int] | None  # as in ``TaskResult``
+    result: TaskResult
     first: wire.Trajectory  # the first episode; the last of its trajectories if cut into several
     frames: list[str]  # of the first episode, for a replay; empty if the environment has none
 
     def plain(self, transcript: Transcript) -> dict[str, Any]:
         """Return the row for the file, with the transcript of the first episode."""
         return {
-            "domain": self.domain,
-            "task_index": self.task_index,
-            "success": list(self.successes),
-            "reward": list(self.rewards),
-            "versions": self.versions,
+            **self.result.plain(),
             "prompt": transcript.prompt,
             "text": transcript.text,
             "response": self.first.response,
@@ -76,30 +56,16 @@ class Evaluation:
 
     def add(self, group: wire.Group) -> None:
         """Add the group of a finished task."""
-        trajectories = final_trajectories(group)
-        successes = tuple(trajectory.success for trajectory in trajectories)
-        rewards = tuple(trajectory.reward for trajectory in trajectories)
-        versions = version_bounds([group])
-        self.measured.append(
-            TaskResult(group.domain, group.task_index, successes, rewards, versions)
-        )
-        self.rows.append(
-            EvaluationRow(
-                group.domain,
-                group.task_index,
-                successes,
-                rewards=rewards,
-                versions=versions,
-                first=trajectories[0],
-                frames=group.frames,
-            )
-        )
+        result = TaskResult.of_group(group)
+        self.measured.append(result)
+        self.rows.append(EvaluationRow(result, final_trajectories(group)[0], group.frames))
 
     def values(self) -> dict[str, float]:
         """Return the metrics, empty without results.
 
         They are ``eval/<name>`` for the actor, with avg@k and pass@k if tasks have several
-        episodes, and ``eval/<policy>/<name>`` for another policy. Their label is ``step``.
+        episodes, and ``eval/<policy>/<name>`` for another policy. Their label is ``step``. The
+        actor's domains have more: see ``domain_figures``.
         """
         successes = [success for task in self.tries() for success in task]
         if not successes:
@@ -128,6 +94,12 @@ class Evaluation:
             f"eval/{name}": value
             for name, value in pass_at_k.pass_at_k_metrics(self.tries()).items()
         }
+        for domain in self.domains:
+            own_tasks = [task for task in self.measured if task.domain == domain]
+            values |= {
+                f"eval/domain/{domain}/{name}": value
+                for name, value in domain_figures(own_tasks).items()
+            }
         return values
 
     def ahead(self, other: Evaluation) -> dict[str, float]:
@@ -181,7 +153,7 @@ class EvaluationQueue:
     Args:
         seed: of the run.
         first_number: of the next evaluation ticket.
-        num_tasks: tasks of each domain; None: ``eval.tasks`` of each.
+        num_tasks: tasks of each domain; None: by its own section ``eval``, else ``eval.tasks``.
     """
 
     def __init__(
@@ -193,7 +165,9 @@ class EvaluationQueue:
         num_tasks: Mapping[str, int] | None = None,
     ) -> None:
         self._section = section
-        self._domains = dict(sorted(domains.items()))
+        names = sorted(domains if section.domains is None else section.domains)
+        self._domains = {name: domains[name] for name in names}
+        self._sections = {name: section.of_domain(domains[name]) for name in names}
         self._seed = seed
         self._next = first_number
         self._num_tasks = num_tasks
@@ -221,8 +195,8 @@ class EvaluationQueue:
                 eval_step=step,
                 policy=policy,
                 min_version=min_version,
-                group_size=self._section.group_size,
-                temperature=self._section.temperature,
+                group_size=self._sections[name].group_size,
+                temperature=self._sections[name].temperature,
                 deadline_s=seconds(self._domains[name].deadline_s),
             )
             for number, (name, index) in enumerate(self._tasks(), start=self._next)
@@ -239,7 +213,7 @@ class EvaluationQueue:
             KeyError, TypeError, ValueError: if a row is not as ``EvaluationRow.plain`` makes it.
         """
         evaluation = Evaluation(step, policy, waiting=set(), moved_s=0.0)
-        evaluation.measured = [_task_result(row) for row in rows]
+        evaluation.measured = [TaskResult.of_row(row) for row in rows]
         if num_missing := len(self._tasks()) - len(evaluation.measured):
             evaluation.closed["unknown"] = max(0, num_missing)
         return evaluation
@@ -287,25 +261,12 @@ class EvaluationQueue:
         """Return (domain, index) of all tasks; domains alternate, so all see similar weights."""
         counts = self._num_tasks
         if counts is None:
-            assert self._section.tasks is not None, (
-                "validation fills it in wherever tasks are measured"
-            )
-            counts = dict.fromkeys(self._domains, self._section.tasks)
-        num_rounds = max(counts.values(), default=0)
+            # Validation fills it in wherever tasks are measured.
+            counts = {name: own.tasks or 0 for name, own in self._sections.items()}
+        num_rounds = max((counts[name] for name in self._domains), default=0)
         return [
             (name, index)
             for index in range(num_rounds)
             for name in self._domains
             if index < counts[name]
         ]
-
-
-def _task_result(row: Mapping[str, Any]) -> TaskResult:
-    versions = row["versions"]
-    return TaskResult(
-        str(row["domain"]),
-        int(row["task_index"]),
-        successes=tuple(bool(success) for success in row["success"]),
-        rewards=tuple(float(reward) for reward in row["reward"]),
-        versions=None if versions is None else (int(versions[0]), int(versions[1])),
-    )

@@ -339,7 +339,9 @@ class Evaluator:
         await self._bus.trim_parts(EVALS, keep=self._evaluations.may_come)
 
     def _save_rows(self, evaluation: Evaluation) -> list[dict[str, Any]]:
-        ordered = sorted(evaluation.rows, key=lambda row: (row.domain, row.task_index))
+        ordered = sorted(
+            evaluation.rows, key=lambda row: (row.result.domain, row.result.task_index)
+        )
         rows = [row.plain(self._transcripts.of(row.first)) for row in ordered]
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         name = f"{evaluation.policy}-step-{evaluation.step:06d}.jsonl"

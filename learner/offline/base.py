@@ -17,6 +17,7 @@ from learner.offline.config import (
     OfflineSettings,
     backend_train,
 )
+from rlearner_text.rows.sources import DataSource
 from rlearner_text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -98,16 +99,16 @@ class OfflineJob(Generic[S]):
         )
         return backend
 
-    def load(self, read: Callable[[str, str], list[Any]]) -> tuple[list[Any], list[Any]]:
+    def load(self, read: Callable[[DataSource, str], list[Any]]) -> tuple[list[Any], list[Any]]:
         """Return rows to train on, and held-out rows.
 
         Args:
-            read: returns the rows of a file, given its path and its key for error messages.
+            read: returns the rows of a data set, given also its key for error messages.
         """
         data = self.settings.data
-        rows = read(data.train, "data.train")
-        if data.eval is not None:
-            held_out = read(data.eval, "data.eval")
+        rows = read(data.training_source(), "data.train")
+        if (source := data.held_out_source()) is not None:
+            held_out = read(source, "data.eval")
         else:
             share = max(1, round(len(rows) * data.eval_share)) if data.eval_share else 0
             if share >= len(rows):

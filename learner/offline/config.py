@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
@@ -22,21 +21,54 @@ from learner.config import (
     TrainSection,
 )
 from rlearner_text.model_checks import resolve_model
+from rlearner_text.rows.sources import DataSource
 
 # These keys and sections may differ when a run resumes.
 _FREE_KEYS: Final = ("train.steps", "train.num_threads", "train.device")
 _FREE_SECTIONS: Final = ("eval", "checkpoint", "trackers", "broker", "rollout")
+# Of data sets, as the commands name them.
+COLUMNS: Final = (
+    "messages", "conversations", "prompt", "completion", "response", "chosen", "rejected", "tools",
+)  # fmt: skip
 
 
 class DataSection(Section):
     """Rows for training and held-out rows."""
 
-    train: str  # JSONL or Parquet
-    eval: str | None = None  # a file of held-out rows; null: the share below
+    # a JSON Lines, JSON, Parquet or CSV file, a folder of them, one that datasets saved, or a name
+    # on the Hugging Face hub with its commit, owner/name@commit
+    train: str
+    eval: str | None = None  # held-out rows; null: ``eval_split`` of ``train``, or ``eval_share``
+    subset: str | None = None  # of a data set that has several
+    split: str | None = None  # of ``train``; null if it has one
+    eval_split: str | None = None  # of ``eval``, or of ``train`` without ``eval``
+    max_rows: PositiveInt | None = None  # of each: at most this many, the first ones
+    # our names of columns to those of the data set, for example prompt: extra_info.question
+    columns: dict[str, str] | None = None
     # of the rows of ``train``, taken from its end
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
     # longer rows are cut (sft, distill) or omitted (dpo); null: the model's
     max_tokens: PositiveInt | None = None
+
+    def training_source(self) -> DataSource:
+        """Return the data set to train on."""
+        return DataSource(self.train, self.subset or "", self.split or "", self.max_rows)
+
+    def held_out_source(self) -> DataSource | None:
+        """Return the data set of held-out rows; None: they are a share of the other."""
+        if self.eval is None and not self.eval_split:
+            return None
+        path = self.eval or self.train
+        return DataSource(path, self.subset or "", self.eval_split or "", self.max_rows)
+
+    def digests(self) -> dict[str, str]:
+        """Return the digest of each data set by its path.
+
+        Raises:
+            UserError: if a file cannot be read.
+        """
+        sources = (self.training_source(), self.held_out_source())
+        return {source.path: source.digest() for source in sources if source is not None}
 
 
 class OfflineTrainSection(OptimizationSection):
@@ -164,9 +196,12 @@ def validate_config(pipeline: str, config: UserSettings) -> OfflineSettings:
     check_layers(train.lora, model)
     for name in settings.trackers.use:
         check_name("trackers.use", "trackers", name, TRACKERS)
-    for key, path in (("train", settings.data.train), ("eval", settings.data.eval)):
-        if path is not None and not Path(path).is_file():
-            raise ConfigError(f"data.{key}", path, "no such file; JSONL or Parquet")
+    settings.data.training_source().check("data.train")
+    if (held_out := settings.data.held_out_source()) is not None:
+        held_out.check("data.eval")
+    if wrong := sorted(set(settings.data.columns or ()) - set(COLUMNS)):
+        allowed = f"the names here are {', '.join(COLUMNS)}"
+        raise ConfigError("data.columns", wrong[0], allowed)
     if isinstance(settings, DpoSettings):
         from learner.offline import PREFERENCES
 

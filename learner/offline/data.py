@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,12 +11,21 @@ import numpy as np
 
 from broker.errors import ConfigError, DataError
 from learner.algorithm.samples import TrainSample
-from learner.offline.unusable_rows import UnusableRows
-from rlearner_text.data_rows import Row, read_rows
-from rlearner_text.supervised_masks import check_messages, encode_supervised
+from learner.offline.unusable_rows import EMPTY, LONG, UnusableRows
+from rlearner_text.rows.columns import Row, column_names, column_value
+from rlearner_text.rows.messages import (
+    Message,
+    check_messages,
+    is_trained,
+    read_messages,
+    read_tools,
+)
+from rlearner_text.rows.reading import read_rows
+from rlearner_text.rows.sources import DataSource
+from rlearner_text.supervised_masks import encode_supervised
 from rlearner_text.tokenizer import Tokenizer
 
-Messages = list[dict[str, str]]
+Messages = list[Message]
 
 
 @dataclass(frozen=True)
@@ -49,33 +58,76 @@ class TokenizedExample:
         )
 
 
-def read_conversations(path: str | Path, key: str = "data") -> Iterator[tuple[int, Messages]]:
-    """Yield (line, messages) of every row.
+@dataclass(frozen=True)
+class SupervisedDialogue:
+    """A conversation of a row.
 
-    Rows are ``{"messages": [...]}``, or ``{"prompt": …, "response": …}``, each a text or a list of
-    messages.
+    Attributes:
+        messages: checked; the last one is the assistant's.
+        num_given: messages at the beginning, the prompt, that are not trained.
+        tools: that the assistant may call, as JSON; empty if there are none.
+    """
+
+    messages: Messages
+    num_given: int = 0
+    tools: str = ""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the assistant says nothing in what is trained."""
+        return not any(
+            message["content"].strip() or message.get("tool_calls")
+            for message in self.messages[self.num_given :]
+            if is_trained(message)
+        )
+
+    def encode(self, tokenizer: Tokenizer) -> TokenizedExample:
+        """Return its tokens.
+
+        Raises:
+            ConfigError: if the chat template rejects the messages.
+        """
+        return TokenizedExample(
+            *encode_supervised(tokenizer, self.messages, self.tools, self.num_given)
+        )
+
+
+def rename_columns(row: Row, columns: Mapping[str, str]) -> Row:
+    """Return the row with more columns: ``columns`` are names here and those of the data set.
 
     Raises:
-        ConfigError: if the file cannot be read.
-        DataError: if a row is malformed; names file and line.
+        ValueError: if the row lacks one of them.
     """
-    for number, row in read_rows(path, key):
-        try:
-            yield number, _read_messages(row)
-        except ValueError as error:
-            raise DataError(str(path), number, str(error)) from None
+    renamed = {name: column_value(row, column) for name, column in columns.items()}
+    for name, value in renamed.items():
+        if value is None:
+            raise ValueError(f"no column {columns[name]!r}; it has {column_names(row)}")
+    return row | renamed
 
 
-def _read_messages(row: Row) -> Messages:
-    if "messages" in row:
-        return check_messages(row["messages"])
-    if "prompt" in row and "response" in row:
-        return join_conversation(row["prompt"], row["response"], "response")
-    raise ValueError("expected an object with the key 'messages', or with 'prompt' and 'response'")
+def read_dialogue(row: Row) -> SupervisedDialogue:
+    """Return the conversation of a row.
+
+    Rows are ``{"messages": […]}``, or ``{"prompt": …, "completion": …}``, each a text or a list
+    of messages, perhaps with ``tools``. ``conversations`` and ``response`` are other names of
+    ``messages`` and ``completion``.
+
+    Raises:
+        ValueError: if the row is malformed.
+    """
+    tools = read_tools(row.get("tools"))
+    for key in ("messages", "conversations"):
+        if key in row:
+            return SupervisedDialogue(check_messages(row[key]), tools=tools)
+    for key in ("completion", "response"):
+        if "prompt" in row and key in row:
+            return join_dialogue(row["prompt"], row[key], key, tools)
+    expected = "messages, or prompt and completion (or response)"
+    raise ValueError(f"expected the columns {expected}; it has {column_names(row)}")
 
 
-def join_conversation(prompt: Any, answer: Any, key: str) -> Messages:
-    """Return the messages of a prompt and its answer.
+def join_dialogue(prompt: Any, answer: Any, key: str, tools: str = "") -> SupervisedDialogue:
+    """Return the conversation of a prompt and its answer, which is trained.
 
     A text is one message. A list of messages as the answer continues the prompt; one that begins
     with the user or the system is the whole conversation, and the prompt is ignored.
@@ -87,49 +139,58 @@ def join_conversation(prompt: Any, answer: Any, key: str) -> Messages:
         ValueError: if they are neither texts nor such lists, or the conversation does not end with
             the assistant.
     """
-    if isinstance(answer, str):
-        answer = [{"role": "assistant", "content": answer}]
-    if not isinstance(answer, list) or not all(isinstance(message, dict) for message in answer):
-        raise ValueError(f"{key} is neither a text nor a list of messages")
-    if answer and answer[0].get("role") != "assistant":
-        prompt = []
-    elif isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    elif not isinstance(prompt, list):
-        raise ValueError("prompt is neither a text nor a list of messages")
+    answers = read_messages(answer, key, "assistant")
+    prompts: Messages = []
+    if answers[0]["role"] in ("assistant", "tool"):
+        prompts = read_messages(prompt, "prompt", "user")
     try:
-        return check_messages([*prompt, *answer])
+        return SupervisedDialogue(check_messages([*prompts, *answers]), len(prompts), tools)
     except ValueError as error:
         raise ValueError(f"prompt and {key}: {error}") from None
 
 
 def load_examples(
-    path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str = "data"
+    source: DataSource | str | Path,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    key: str = "data",
+    *,
+    columns: Mapping[str, str] | None = None,
 ) -> list[TokenizedExample]:
-    """Return the conversations of a file as tokens, cut to ``max_tokens``, if any is trained.
+    """Return the conversations of a data set as tokens, cut to ``max_tokens``, if any is trained.
 
     Rows that are cut or left out are reported in the log.
 
+    Args:
+        columns: our names of columns to those of the data set, where they differ.
+
     Raises:
-        ConfigError: if the file cannot be read, or there is no chat template.
-        DataError: if a row is malformed, or the file has no row to train on.
+        ConfigError: if the data set cannot be read, or there is no chat template.
+        DataError: if a row is malformed, or there is no row to train on.
     """
     examples: list[TokenizedExample] = []
-    unusable = UnusableRows(path)
+    unusable = UnusableRows(str(getattr(source, "path", source)))
     # Without a template no row can be used, which is not the rows' fault.
     tokenizer.chat_template  # noqa: B018
-    for line, messages in read_conversations(path, key):
-        unusable.read(line)
+    for line, row in read_rows(source, key):
+        unusable.read(line, row)
         try:
-            token_ids, mask = encode_supervised(tokenizer, messages)
+            dialogue = read_dialogue(rename_columns(row, columns or {}))
+        except ValueError as error:
+            raise DataError(unusable.path, line, str(error)) from None
+        if dialogue.is_empty:
+            unusable.omit(EMPTY)
+            continue
+        try:
+            whole = dialogue.encode(tokenizer)
         except ConfigError as error:
             unusable.omit(error.allowed)
             continue
-        example = TokenizedExample(token_ids[:max_tokens], mask[:max_tokens])
+        example = TokenizedExample(whole.token_ids[:max_tokens], whole.loss_mask[:max_tokens])
         if not example.num_trained:
-            unusable.omit("the first answer begins beyond data.max_tokens, or the model's limit")
+            unusable.omit(f"the first answer begins {LONG}")
             continue
-        if len(token_ids) > max_tokens:
+        if len(whole.token_ids) > max_tokens:
             unusable.shorten(f"longer than {max_tokens} tokens")
         examples.append(example)
     unusable.report(f"no row has an assistant's answer within {max_tokens} tokens")

@@ -16,6 +16,7 @@ from learner.offline.base import OfflineJob
 from learner.offline.config import DistillSettings, backend_train
 from learner.offline.data import load_examples
 from learner.offline.supervised import optimizer_metrics
+from rlearner_text.rows.sources import DataSource
 from rlearner_text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -34,10 +35,10 @@ class DistillationPipeline:
         )
         max_tokens = job.max_tokens()
 
-        def read(path: str, key: str) -> list[TrainSample]:
-            return [
-                example.sample() for example in load_examples(path, job.tokenizer, max_tokens, key)
-            ]
+        def read(source: DataSource, key: str) -> list[TrainSample]:
+            columns = job.settings.data.columns
+            examples = load_examples(source, job.tokenizer, max_tokens, key, columns=columns)
+            return [example.sample() for example in examples]
 
         self._rows, self._held_out = job.load(read)
         self.num_rows = len(self._rows)

@@ -20,7 +20,6 @@ from torch import Tensor
 
 from broker.errors import UserError
 from broker.settings.registry import resolve
-from broker.settings.runspec import digest_file
 from broker.system.private_files import draft_of, private_folder
 from learner.algorithm.losses.preference import PairLogprobs, PreferenceLoss
 from learner.algorithm.samples import TrainSample
@@ -31,6 +30,7 @@ from learner.offline.base import REFERENCE, OfflineJob, log
 from learner.offline.config import DpoSection, DpoSettings
 from learner.offline.preference_pairs import load_pairs
 from learner.offline.supervised import optimizer_metrics
+from rlearner_text.rows.sources import DataSource
 
 LIKELIHOOD: Final = AlgorithmSection(pg_variant="sft", loss_agg_mode="seq-mean-token-sum")
 SamplePair = tuple[TrainSample, TrainSample]
@@ -104,8 +104,9 @@ class PreferencePipeline:
         self._loss: PreferenceLoss = resolve("preferences", settings.loss, PREFERENCES)
         max_tokens = job.max_tokens()
 
-        def read(path: str, key: str) -> list[SamplePair]:
-            pairs, _ = load_pairs(path, job.tokenizer, max_tokens, key)
+        def read(source: DataSource, key: str) -> list[SamplePair]:
+            columns = job.settings.data.columns
+            pairs, _ = load_pairs(source, job.tokenizer, max_tokens, key, columns=columns)
             return [(pair.chosen.sample(), pair.rejected.sample()) for pair in pairs]
 
         self._rows, self._held_out = job.load(read)
@@ -171,13 +172,7 @@ def _reference_logprobs(
     """
     settings = job.settings
     cache_file = job.folder / REFERENCE
-    digests = json.dumps(
-        [
-            digest_file(path)
-            for path in (settings.data.train, settings.data.eval)
-            if path is not None
-        ]
-    )
+    digests = json.dumps(list(settings.data.digests().values()))
     from safetensors import safe_open
     from safetensors.torch import save_file
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from broker.errors import ConfigError, DataError
-from learner.offline.data import Messages, TokenizedExample, join_conversation
-from learner.offline.unusable_rows import UnusableRows
-from rlearner_text.data_rows import Row, read_rows
-from rlearner_text.supervised_masks import encode_supervised
+from learner.offline.data import SupervisedDialogue, TokenizedExample, join_dialogue, rename_columns
+from learner.offline.unusable_rows import EMPTY, LONG, UnusableRows
+from rlearner_text.assistant_spans import common_length
+from rlearner_text.rows.columns import Row, column_names
+from rlearner_text.rows.messages import read_tools
+from rlearner_text.rows.reading import read_rows
+from rlearner_text.rows.sources import DataSource
 from rlearner_text.tokenizer import Tokenizer
 
 
@@ -22,77 +26,85 @@ class PreferencePair:
 
 
 def load_pairs(
-    path: str | Path, tokenizer: Tokenizer, max_tokens: int, key: str = "data"
+    source: DataSource | str | Path,
+    tokenizer: Tokenizer,
+    max_tokens: int,
+    key: str = "data",
+    *,
+    columns: Mapping[str, str] | None = None,
 ) -> tuple[list[PreferencePair], int]:
-    """Return the pairs of a file, and how many are omitted as longer than ``max_tokens``.
+    """Return the pairs of a data set, and how many are omitted as longer than ``max_tokens``.
 
     Rows are ``{"prompt": …, "chosen": …, "rejected": …}``, each a text (one message) or a list of
-    messages; chosen and rejected may also be whole conversations with the same beginning.
+    messages, perhaps with ``tools``; chosen and rejected may also be whole conversations, or texts
+    without ``prompt``, with the same beginning.
 
     These, and pairs that the chat template rejects, are reported in the log.
 
+    Args:
+        columns: our names of columns to those of the data set, where they differ.
+
     Raises:
-        ConfigError: if the file cannot be read, or there is no chat template.
-        DataError: if a row is malformed, or the file has no pair to train on.
+        ConfigError: if the data set cannot be read, or there is no chat template.
+        DataError: if a row is malformed, or there is no pair to train on.
     """
     pairs: list[PreferencePair] = []
     num_long = 0
-    unusable = UnusableRows(path)
+    unusable = UnusableRows(str(getattr(source, "path", source)))
     # Without a template no row can be used, which is not the rows' fault.
     tokenizer.chat_template  # noqa: B018
-    for line, row in read_rows(path, key):
-        unusable.read(line)
+    for line, row in read_rows(source, key):
+        unusable.read(line, row)
         try:
-            chosen_messages, rejected_messages, num_shared = _read_conversations(row)
+            dialogues = read_pair(rename_columns(row, columns or {}))
         except ValueError as error:
-            raise DataError(str(path), line, str(error)) from None
+            raise DataError(unusable.path, line, str(error)) from None
+        if any(dialogue.is_empty for dialogue in dialogues):
+            unusable.omit(EMPTY)
+            continue
         try:
-            examples = [
-                _encode_example(tokenizer, messages, num_shared)
-                for messages in (chosen_messages, rejected_messages)
-            ]
+            pair = PreferencePair(*(dialogue.encode(tokenizer) for dialogue in dialogues))
         except ConfigError as error:
             unusable.omit(error.allowed)
             continue
-        if all(len(example.token_ids) <= max_tokens for example in examples):
-            pairs.append(PreferencePair(*examples))
+        if max(len(pair.chosen.token_ids), len(pair.rejected.token_ids)) <= max_tokens:
+            pairs.append(pair)
         else:
             num_long += 1
-            unusable.omit("an answer ends beyond data.max_tokens, or the model's limit")
+            unusable.omit(f"an answer ends {LONG}")
     unusable.report(f"no row has both answers within {max_tokens} tokens")
     return pairs, num_long
 
 
-def _read_conversations(row: Row) -> tuple[Messages, Messages, int]:
-    """Return both conversations, and the number of messages that they share at the beginning."""
+def read_pair(row: Row) -> tuple[SupervisedDialogue, SupervisedDialogue]:
+    """Return the chosen and the rejected conversation of a row, trained from where they differ.
+
+    Raises:
+        ValueError: if the row is malformed, or they do not differ in an answer.
+    """
     if missing := [key for key in ("chosen", "rejected") if key not in row]:
-        raise ValueError(f"the row has no key {missing[0]!r}; known: prompt, chosen, rejected")
-    chosen_messages, rejected_messages = (
-        join_conversation(row.get("prompt"), row[key], key) for key in ("chosen", "rejected")
-    )
-    num_shared = 0
-    while (
-        num_shared < min(len(chosen_messages), len(rejected_messages))
-        and chosen_messages[num_shared] == rejected_messages[num_shared]
-    ):
-        num_shared += 1
-    if num_shared in (len(chosen_messages), len(rejected_messages)):
+        raise ValueError(f"no column {missing[0]!r}; it has {column_names(row)}")
+    if "prompt" not in row and isinstance(row["chosen"], str) and isinstance(row["rejected"], str):
+        row = _split_prompt(row["chosen"], row["rejected"])
+    tools = read_tools(row.get("tools"))
+    chosen = join_dialogue(row.get("prompt"), row["chosen"], "chosen", tools)
+    rejected = join_dialogue(row.get("prompt"), row["rejected"], "rejected", tools)
+    num_shared = common_length(chosen.messages, rejected.messages)
+    if num_shared in (len(chosen.messages), len(rejected.messages)):
         raise ValueError("chosen and rejected are the same, or one is the beginning of the other")
-    if (role := chosen_messages[num_shared]["role"]) != "assistant":
+    if (role := chosen.messages[num_shared]["role"]) != "assistant":
         raise ValueError(
             f"chosen and rejected differ at message {num_shared}, of the {role}, not assistant"
         )
-    return chosen_messages, rejected_messages, num_shared
+    return replace(chosen, num_given=num_shared), replace(rejected, num_given=num_shared)
 
 
-def _encode_example(tokenizer: Tokenizer, messages: Messages, num_shared: int) -> TokenizedExample:
-    """Return the conversation, with the assistant's turns in the first ``shared`` masked."""
-    token_ids, mask = encode_supervised(tokenizer, messages)
-    turns = sum(message["role"] == "assistant" for message in messages[:num_shared])
-    for index, value in enumerate(mask):
-        if turns == 0 and value:
-            break
-        # A turn ends where the next token is not trained.
-        turns -= value and mask[index + 1 : index + 2] != [1]
-        mask[index] = 0
-    return TokenizedExample(token_ids, mask)
+def _split_prompt(chosen: str, rejected: str) -> Row:
+    """Return the common beginning of two texts as their prompt, cut in front of a space."""
+    length = common_length(chosen, rejected)
+    if length and chosen[length - 1] == " ":
+        length -= 1
+    if not chosen[:length].strip():
+        raise ValueError("without a column 'prompt' chosen and rejected need the same beginning")
+    prompt = chosen[:length]
+    return {"prompt": prompt, "chosen": chosen[length:], "rejected": rejected[length:]}

@@ -20,7 +20,6 @@ import yaml
 
 from broker.errors import UserError
 from broker.settings.registry import resolve
-from broker.settings.runspec import digest_file
 from broker.system.locks import lock
 from broker.system.private_files import private_folder
 from learner.checkpoints import checkpoint
@@ -103,8 +102,7 @@ def _train_run(name: str, settings: OfflineSettings, folder: Path, url: str) -> 
     # Only now that the input is valid: from here on the settings must not change.
     config = settings.to_plain()
     write_config(folder, config)
-    data = {path: digest_file(path) for path in (settings.data.train, settings.data.eval) if path}
-    note_start(folder, config, EPOCH, data, first_path)
+    note_start(folder, config, EPOCH, settings.data.digests(), first_path)
     try:
         if newest is not None:
             checkpoint.load_state(newest, pipeline.backend)

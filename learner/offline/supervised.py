@@ -18,6 +18,7 @@ from learner.offline.config import OfflineSettings, OfflineTrainSection, backend
 from learner.offline.data import load_examples, shuffled_batches
 from rlearner_text.atomic_folders import atomic_folder
 from rlearner_text.config import ModelSection, check_model_path
+from rlearner_text.rows.sources import DataSource
 from rlearner_text.tokenizer import Tokenizer
 
 OnStep = Callable[[int, dict[str, float]], None]
@@ -31,10 +32,10 @@ class SupervisedPipeline:
     def __init__(self, job: OfflineJob[OfflineSettings]) -> None:
         max_tokens = job.max_tokens()
 
-        def read(path: str, key: str) -> list[TrainSample]:
-            return [
-                example.sample() for example in load_examples(path, job.tokenizer, max_tokens, key)
-            ]
+        def read(source: DataSource, key: str) -> list[TrainSample]:
+            columns = job.settings.data.columns
+            examples = load_examples(source, job.tokenizer, max_tokens, key, columns=columns)
+            return [example.sample() for example in examples]
 
         self._rows, self._held_out = job.load(read)
         self.backend = job.make_backend(SFT)
@@ -82,7 +83,7 @@ def fine_tune(
 
     Args:
         path: Hugging Face folder or hub name of the model.
-        data: JSONL or Parquet of rows ``{"messages": [{"role": …, "content": …}, …]}``.
+        data: file or folder of conversations, see ``read_dialogue``.
         out: folder to write; replaced if it exists.
         max_context: tokens of the longest sequence that the model must take; None: its own limit.
         on_step: called with the step, from 1, and its metrics.

@@ -180,16 +180,17 @@ def _trl_arguments(sample: Sample) -> dict[str, Any]:
 
 
 def _verl_arguments(sample: Sample) -> dict[str, Any]:
-    row = sample.row
+    # a column that only other rows have is null
+    row = {name: value for name, value in sample.row.items() if value is not None}
     model = row.get("reward_model")
     truth = model.get("ground_truth") if isinstance(model, Mapping) else None
     if truth is None:
-        truth = row.get("ground_truth", row.get("reward_model.ground_truth"))
+        truth = row.get("ground_truth", row.get("reward_model.ground_truth", sample.reference))
     info = row.get("extra_info")
     return {
         "data_source": row.get("data_source", sample.domain),
         "solution_str": completion_text(sample),
-        "ground_truth": sample.reference if truth is None else truth,
+        "ground_truth": truth,
         "extra_info": {
             **(info if isinstance(info, Mapping) else {}),
             "num_turns": sample.num_turns,

@@ -218,7 +218,7 @@ def _usable_rows(
         raise NotFitted(f"needs {first + MIN_STEPS} steps", first + MIN_STEPS)
     newest = rows[-1]
     required_names = [*NEEDED, *LENGTHS]
-    if any(domain.rewards for domain in settings.domains.values()):
+    if any(domain.rewards for domain in settings.trained_domains.values()):
         required_names += REWARDS
     if missing := [name for name in required_names if not _is_number(newest.get(name))]:
         if newest.get("fleet/servers") == 0 or newest.get("fleet/hubs") == 0:
@@ -280,7 +280,7 @@ def _build_model(
 ) -> RunModel:
     train = settings.train
     groups = train.groups_per_step
-    domains = list(settings.domains.values())
+    domains = list(settings.trained_domains.values())
     weights = sum(domain.weight for domain in domains)
     redundancy = sum(domain.weight * domain.group_size_redundancy for domain in domains)
     spare = round(redundancy / weights)

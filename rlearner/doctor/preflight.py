@@ -51,8 +51,7 @@ def check_tools(
 ) -> list[PreflightFinding]:
     """Check the packages of engines, trainers and extras."""
     plugins = dict(needs.plugins)
-    if needs.parquet:
-        plugins["a data file"] = "parquet"
+    plugins |= {f"a data set ({extra})": extra for extra in sorted(needs.data_extras)}
     return packages.tool_findings(project, plugins, gpus=bool(existing()))
 
 
@@ -86,7 +85,7 @@ def learner_findings(settings: Settings) -> list[PreflightFinding]:
     # Servers and hubs may run on other machines, with their packages.
     own = {key: name for key, name in needs.plugins.items() if not key.startswith(NOT_THE_LEARNERS)}
     findings = check_tools(
-        packages.find_project(), MachineRequirements(plugins=own, parquet=needs.parquet)
+        packages.find_project(), MachineRequirements(plugins=own, data_extras=needs.data_extras)
     )
     findings += family_findings(settings)
     return [finding for finding in findings if finding.status == "missing"]

@@ -13,6 +13,7 @@ from broker.settings.schema.serving import RolloutSection
 from broker.settings.schema.training import OptimizationSection, TrainSection
 from learner.offline.config import DistillSettings, OfflineSettings
 from rlearner.doctor.weight_pairs import WeightsSettings
+from rlearner_text.rows.sources import DataSource
 from rollout.checks import declaration
 
 # Open at once in any process of a run, libraries and sockets included.
@@ -32,7 +33,7 @@ class MachineRequirements:
     Attributes:
         plugins: engine, backend, trackers and environments: configuration key to name.
         programs: programs started by name: configuration key to program.
-        parquet: whether a data file is Parquet.
+        data_extras: the extras that read the data sets.
         sandbox: whether a reward or a domain runs in the sandbox.
         cuda: whether a GPU is requested explicitly.
         weights: how the learner's weights travel to the servers.
@@ -49,7 +50,7 @@ class MachineRequirements:
 
     plugins: Mapping[str, str] = field(default_factory=dict)
     programs: Mapping[str, str] = field(default_factory=dict)
-    parquet: bool = False
+    data_extras: frozenset[str] = frozenset()
     sandbox: bool = False
     cuda: bool = False
     num_gpus: int = 0
@@ -80,7 +81,7 @@ def _training_requirements(settings: Settings) -> MachineRequirements:
     device = settings.train.device
     return MachineRequirements(
         plugins=_plugin_names(settings),
-        parquet=any(str(path).endswith(".parquet") for path in _data_files(settings)),
+        data_extras=frozenset(_data_extras(settings)),
         cuda=device.startswith("cuda"),
         num_gpus=max(int(device.startswith("cuda")), int(device.partition(":")[2] or -1) + 1),
         run_dir=settings.run.dir or "runs",
@@ -158,11 +159,14 @@ def _needs_sandbox(domain: DomainSection) -> bool:
     return any(args.get("sandbox", "bubblewrap") != "none" for args in programs)
 
 
-def _data_files(settings: Settings) -> list[Any]:
+def _data_extras(settings: Settings) -> set[str]:
     if isinstance(settings, OfflineSettings):
-        return [settings.data.train, settings.data.eval]
-    of_domains = [domain.env_args.get("path") for domain in settings.domains.values()]
-    return [*of_domains, settings.warm_start.data]
+        paths: list[Any] = [settings.data.train, settings.data.eval]
+    else:
+        paths = [domain.env_args.get("path") for domain in settings.domains.values()]
+        paths += [domain.env_args.get("eval_path") for domain in settings.domains.values()]
+        paths.append(settings.warm_start.data)
+    return {DataSource(str(path)).extra for path in paths if path} - {""}
 
 
 def _weights_settings(

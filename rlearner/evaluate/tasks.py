@@ -98,8 +98,8 @@ def _is_same_file(first: str, second: str) -> bool:
 
 
 def task_counts(settings: RunSettings, files: dict[str, str]) -> dict[str, int]:
-    """Return how many tasks of each domain are measured: ``eval.tasks``, or by default all of a
-    domain's file.
+    """Return how many tasks of each evaluated domain are measured: its own ``eval.tasks``, the
+    run's, or by default all of its file.
 
     Args:
         settings: of the evaluation.
@@ -109,10 +109,9 @@ def task_counts(settings: RunSettings, files: dict[str, str]) -> dict[str, int]:
         ConfigError: if a domain has no held-out tasks, or fewer than requested.
     """
     default = resolve("num_eval_tasks", NUM_EVAL_TASKS, {})(settings)
-    if settings.eval.tasks is not None:
-        return dict.fromkeys(settings.domains, default)
     own = resolve("domain_eval_tasks", DOMAIN_EVAL_TASKS, {})(settings)
+    in_file = {name: own[name] for name in files if own[name] is not None}
     return {
-        name: own[name] if name in files and own[name] is not None else default
-        for name in settings.domains
+        name: settings.eval.of_domain(domain).tasks or in_file.get(name, default)
+        for name, domain in settings.evaluated_domains.items()
     }

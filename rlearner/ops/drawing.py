@@ -113,9 +113,11 @@ def metric_curve(lines: list[Row], name: str) -> tuple[list[int], list[float]]:
 
 
 def domains_of(lines: list[Row]) -> list[str]:
-    """Return the names of the trained domains, sorted."""
+    """Return the names of the domains that were trained or evaluated, sorted."""
     names = [key.split("/") for line in lines for key in line]
-    return sorted({parts[1] for parts in names if parts[0] == "reward" and parts[2:] == ["mean"]})
+    trained = {parts[1] for parts in names if parts[0] == "reward" and parts[2:] == ["mean"]}
+    evaluated = {parts[2] for parts in names if parts[:2] == ["eval", "domain"]}
+    return sorted(trained | evaluated)
 
 
 def _plot_points(

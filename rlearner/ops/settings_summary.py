@@ -7,7 +7,6 @@ from typing import Final
 
 from broker.settings.config import DomainSection
 from broker.settings.run_settings import RunSettings
-from broker.settings.schema.evaluation import EvalSection
 from broker.settings.schema.model import ModelSection
 from broker.settings.schema.training import OptimizationSection
 from learner.offline.config import OfflineSettings
@@ -22,7 +21,7 @@ def summarize_run(settings: RunSettings, name: str) -> list[str]:
     rollout = settings.rollout
     filters = "equal rewards filtered" * algorithm.filter_zero_variance
     on_late = "older groups wait" if train.on_late == "wait" else "older groups are dropped"
-    group_sizes = sorted({domain.group_size for domain in settings.domains.values()})
+    group_sizes = sorted({domain.group_size for domain in settings.trained_domains.values()})
     episodes = " or ".join(map(str, group_sizes))
     entries = {
         "run": [name, f"in {settings.run.dir}"],
@@ -41,7 +40,7 @@ def summarize_run(settings: RunSettings, name: str) -> list[str]:
             f"{_count(rollout.max_context_tokens, 'token')} of context",
             f"{_count(settings.envhub.n, 'environment')} a hub",
         ],
-        "evaluation": _describe_evaluation(settings.eval),
+        "evaluation": _describe_evaluation(settings),
         "kept": [
             _describe_interval("checkpoints", settings.checkpoint.every_steps),
             "all samples" if settings.samples.keep else "no samples (samples.keep)",
@@ -78,7 +77,8 @@ def _describe_model(model: ModelSection) -> list[str]:
 
 
 def _describe_domain(name: str, domain: DomainSection) -> str:
-    return f"{name} ({domain.env}, {_count(domain.max_turns, 'turn')}, weight {domain.weight:g})"
+    weight = f"weight {domain.weight:g}" if domain.weight else "only evaluated"
+    return f"{name} ({domain.env}, {_count(domain.max_turns, 'turn')}, {weight})"
 
 
 def _describe_rewards(name: str, domain: DomainSection) -> str:
@@ -91,11 +91,16 @@ def _describe_optimizer(train: OptimizationSection) -> list[str]:
     return [f"backend {train.backend}", f"lr {train.lr:g} {train.lr_schedule}", adapters]
 
 
-def _describe_evaluation(section: EvalSection) -> list[str]:
+def _describe_evaluation(settings: RunSettings) -> list[str]:
+    section = settings.eval
     if not section.every_steps:
         return ["never (eval.every_steps)"]
-    tasks = f"{section.tasks} tasks a domain" if section.tasks else ""
-    return [f"every {_count(section.every_steps, 'step')}", tasks]
+    parts = [f"every {_count(section.every_steps, 'step')}"]
+    for name, domain in settings.evaluated_domains.items():
+        own = section.of_domain(domain)
+        episodes = f" x {own.group_size} episodes" if own.group_size > 1 else ""
+        parts.append(f"{own.tasks} tasks of {name}{episodes}")
+    return parts
 
 
 def _describe_interval(what: str, every_steps: int) -> str:

@@ -96,7 +96,7 @@ def read_demands(config: UserSettings, settings: RunSettings, model: ModelFacts)
     train = settings.train
     algorithm = settings.algorithm
     lora = lora_parameters(train.lora, model) if train.lora else 0
-    longest = max(domain.max_context_tokens for domain in settings.domains.values())
+    longest = max(domain.max_context_tokens for domain in settings.trained_domains.values())
     carrier = selected_carrier(train.weights_backend)
     facts = TrainFacts(
         slice_tokens=max(train.micro_batch_tokens, longest),
@@ -108,7 +108,7 @@ def read_demands(config: UserSettings, settings: RunSettings, model: ModelFacts)
         # The other carriers send from host memory.
         staging_on_gpu=carrier is not None and carrier.on_gpu,
     )
-    group_size = max(domain.group_size for domain in settings.domains.values())
+    group_size = max(domain.group_size for domain in settings.trained_domains.values())
     group_size += num_greedy(algorithm.adv_estimator)
     step = StepFacts(
         sequences=train.groups_per_step * group_size,

@@ -6,14 +6,14 @@ from typing import Annotated, Any
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from broker.settings.config import Section
+from broker.settings.config import DomainSection, Section
 
 
 class WarmStartSection(Section):
     """Supervised steps before the first version, for models built by this project."""
 
     steps: NonNegativeInt = 0  # 0: none
-    domain: str = ""  # whose demonstrations; empty: the only domain
+    domain: str = ""  # whose demonstrations; empty: the only trained domain
     episodes: PositiveInt = 512  # demonstrations written by ``envhub demos``
     noise: Annotated[float, Field(ge=0, le=1)] = 0.5  # share of random moves in them
     data: str | None = None  # a JSONL of conversations instead of demonstrations
@@ -27,6 +27,8 @@ class EvalSection(Section):
     """Evaluation on held-out tasks, without stopping training."""
 
     every_steps: NonNegativeInt = 0  # 0: never
+    # names of those that are evaluated; null: all
+    domains: Annotated[list[str], Field(min_length=1)] | None = None
     tasks: PositiveInt | None = None  # per domain; null: 256, or the fewest that a domain has
     group_size: PositiveInt = 1  # episodes per task
     # of sampling; 0: greedy
@@ -41,3 +43,8 @@ class EvalSection(Section):
     # without a new result, an evaluation ends after this; null: derived, see
     # broker.settings.timeouts
     timeout_s: PositiveFloat | None = None
+
+    def of_domain(self, domain: DomainSection) -> EvalSection:
+        """Return the section with the values of a domain's own section ``eval``."""
+        own = {name: value for name, value in domain.eval if value is not None}
+        return self.model_copy(update=own)

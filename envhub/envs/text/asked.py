@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from envhub.envs.base import Environment, Observation, Split
+import msgspec
+
+from envhub.envs.base import Environment, History, Observation, Split
 from envhub.envs.text.qa import QuestionAnswer, QuestionAnswerArgs
 
 
@@ -33,6 +36,14 @@ class QuestionEnvironment(Environment):
         return QuestionAnswer.references(_question_args(args))
 
     @classmethod
+    def histories(cls, args: Any) -> list[History]:
+        return QuestionAnswer.histories(_question_args(args))
+
+    @classmethod
+    def count_rows(cls, args: Any, is_long: Callable[[str], bool]) -> str:
+        return QuestionAnswer.count_rows(_question_args(args), is_long)
+
+    @classmethod
     def num_tasks(cls, args: Any, split: Split) -> int | None:
         return QuestionAnswer.num_tasks(_question_args(args), split)
 
@@ -41,8 +52,9 @@ class QuestionEnvironment(Environment):
         question = self._questions.reset(task_index, split, seed)
         self.prompt = self._questions.prompt
         self.reference = self._questions.reference
+        self.row = self._questions.row
         self._begin()
-        return self._show(question.text)
+        return msgspec.structs.replace(self._show(question.text), history=question.history)
 
     def text_frame(self) -> str:
         return self._shown

@@ -1,84 +1,162 @@
-"""Reads question and answer rows from a JSONL or Parquet file; errors name the bad row."""
+"""Reads question and answer rows of a data set; errors name the bad row."""
 
 from __future__ import annotations
 
+import logging
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from pathlib import Path
-from typing import Any, Final, NamedTuple
+from typing import Any
 
 import msgspec
 
 from broker.errors import ConfigError, DataError
+from envhub.envs.base import History
 from envhub.envs.plain_row import fitting_columns
-from rlearner_text import data_rows
-from rlearner_text.data_rows import PARQUET
+from rlearner_text.rows.columns import Row, column_names, column_value, digest_row
+from rlearner_text.rows.messages import check_messages
+from rlearner_text.rows.reading import read_rows
+from rlearner_text.rows.sources import DataSource
+
+log = logging.getLogger(__name__)
 
 
-class Row(NamedTuple):
-    """A row of a data set of questions.
+@dataclass(frozen=True)
+class QuestionRow:
+    """A question with its answer.
 
     Attributes:
-        columns: all of its columns that a sample's row can have, as JSON.
+        question: the last message of the user.
+        answer: the reference, empty if the data set has none.
+        history: what precedes the question.
+        columns: those of the row that a sample can have, as JSON; null where only others have them.
     """
 
     question: str
     answer: str
+    history: History = ()
     columns: bytes = b"{}"
 
 
-JSONL: Final = (".jsonl", ".ndjson", ".json")
+@dataclass(frozen=True)
+class QuestionColumns:
+    """Where question and answer are.
+
+    Attributes:
+        question: column with a text or a list of messages.
+        answer: column with the reference answer; empty: there is none.
+        answer_after: keep only the text after the last occurrence of this in the answer; empty
+            keeps all.
+    """
+
+    question: str
+    answer: str
+    answer_after: str = ""
+
+
+@dataclass
+class RowCounts:
+    """Counts of a data set: its rows, those equal to an earlier one, and those left out."""
+
+    num_rows: int = 0
+    num_duplicates: int = 0
+    num_empty: int = 0
+
+    def __str__(self) -> str:
+        counts = f"{self.num_rows} rows, {self.num_duplicates} duplicates"
+        return f"{counts}, {self.num_empty} without question or answer (left out)"
 
 
 # a hub has hundreds of environments with the same file
 @lru_cache(maxsize=8)
-def read_rows(path: str, question: str, answer: str, answer_after: str) -> tuple[Row, ...]:
-    """Return every row of the file, in order; hundreds of environments share one copy.
-
-    Args:
-        path: a file ending in .jsonl or .parquet.
-        question: name of the column that holds the question.
-        answer: name of the column that holds the reference answer.
-        answer_after: keep only the text after the last occurrence of this in the answer; empty
-            keeps all.
+def load_questions(
+    source: DataSource, columns: QuestionColumns
+) -> tuple[tuple[QuestionRow, ...], RowCounts]:
+    """Return every row with a question and an answer, in order; environments share one copy.
 
     Raises:
-        ConfigError: if the file is missing or empty, or its ending is unknown.
-        DataError: if a row is malformed; names its line (JSONL) or row number (Parquet), from 1.
+        ConfigError: if there is no such data set, or no row is left.
+        DataError: if a row is malformed, or no row has the columns; names its line or number.
     """
-    if not Path(path).is_file():
-        raise ConfigError("path", path, "there is no such file")
-    if not path.lower().endswith((*JSONL, *PARQUET)):
-        raise ConfigError("path", path, f"a file ending in {', '.join((*JSONL, *PARQUET))}")
-    rows = []
-    for line, record in data_rows.read_rows(path, "path"):
-        question_text, answer_text = (
-            _column_text(path, line, record, column) for column in (question, answer)
-        )
-        reference = _text_after(path, line, answer_text, answer, answer_after)
-        columns = msgspec.json.encode(fitting_columns(record))
-        rows.append(Row(question_text, reference, columns))
+    source.check("path")
+    counts = RowCounts()
+    rows: list[tuple[QuestionRow, Row]] = []
+    names: Row = {}
+    digests = set[bytes]()
+    absent: dict[str, DataError] = {}
+    for line, record in read_rows(source, "path"):
+        digest = digest_row(record)
+        counts.num_rows += 1
+        counts.num_duplicates += digest in digests
+        digests.add(digest)
+        row = _read_row(source.path, line, record, columns, absent=absent)
+        counts.num_empty += row is None
+        names |= dict.fromkeys(record)
+        rows += [(row, record)] if row is not None else []
     if not rows:
-        raise ConfigError("path", path, "the file holds no rows")
-    return tuple(rows)
+        if error := next(iter(absent.values()), None):
+            raise error
+        raise ConfigError("path", source.path, "the data set holds no rows with an answer")
+    log.info("%s: %s", source.path, counts)
+    return tuple(_add_columns(row, names | record) for row, record in rows), counts
 
 
-def _column_text(path: str, line: int, record: dict[str, Any], column: str) -> str:
-    if column not in record:
-        raise DataError(
-            path, line, f"no column {column!r}; it has {', '.join(sorted(record)) or 'none'}"
-        )
-    value = record[column]
+def _add_columns(row: QuestionRow, record: Row) -> QuestionRow:
+    return replace(row, columns=msgspec.json.encode(fitting_columns(record)))
+
+
+def _read_row(
+    path: str, line: int, record: Row, columns: QuestionColumns, *, absent: dict[str, DataError]
+) -> QuestionRow | None:
+    """Return a row, None if it has no question or no answer; notes columns it lacks."""
+    values: dict[str, Any] = {}
+    for column in filter(None, (columns.question, columns.answer)):
+        value = column_value(record, column)
+        if value is None:
+            problem = f"no column {column!r}; it has {column_names(record)}"
+            absent.setdefault(column, DataError(path, line, problem))
+        if value is None or value == [] or (isinstance(value, str) and not value.strip()):
+            return None
+        values[column] = value
+    question = values[columns.question]
+    history: History = ()
+    if isinstance(question, list):
+        try:
+            messages = check_messages(question, "user")
+            history = _read_history(messages[:-1])
+        except ValueError as error:
+            raise DataError(path, line, f"column {columns.question!r}: {error}") from None
+        question = messages[-1]["content"]
+    else:
+        question = _read_text(path, line, columns.question, question)
+    answer = ""
+    if columns.answer:
+        answer = _read_text(path, line, columns.answer, values[columns.answer])
+        answer = _text_after(path, line, answer, columns)
+    return QuestionRow(question, answer, history)
+
+
+def _read_history(messages: list[dict[str, Any]]) -> History:
+    for index, message in enumerate(messages):
+        if message["role"] == "tool" or "tool_calls" in message:
+            raise ValueError(
+                f"message {index} has tool calls or results, which a prompt cannot have"
+            )
+    return tuple((message["role"], message["content"]) for message in messages)
+
+
+def _read_text(path: str, line: int, column: str, value: Any) -> str:
     if isinstance(value, (int, float)) and not isinstance(value, bool):
         value = str(value)
-    if not isinstance(value, str) or not value.strip():
+    if not isinstance(value, str):
         raise DataError(path, line, f"column {column!r} holds {value!r}, not a text")
     return value
 
 
-def _text_after(path: str, line: int, text: str, column: str, marker: str) -> str:
+def _text_after(path: str, line: int, text: str, columns: QuestionColumns) -> str:
+    marker = columns.answer_after
     if not marker:
         return text
     _, separator, tail = text.rpartition(marker)
     if not separator or not tail.strip():
-        raise DataError(path, line, f"column {column!r} holds nothing after {marker!r}")
+        raise DataError(path, line, f"column {columns.answer!r} holds nothing after {marker!r}")
     return tail.strip()

@@ -92,3 +92,27 @@ def task_rows(tasks: list[EvaluatedTask]) -> list[dict[str, Any]]:
         }
         for task in tasks
     ]
+
+
+def evaluation_series(results: list[EvaluationResult]) -> list[dict[str, Any]]:
+    """Return a curve of each policy, and of each of its domains if there are several."""
+    rows: dict[str, dict[str, Any]] = {}
+    for result in results:
+        line = rows.setdefault(
+            result.policy,
+            {"name": result.policy, "x": [], "y": [], "low": [], "high": [], "dots": True},
+        )
+        for name, value in (
+            ("x", result.step),
+            ("y", result.success_rate),
+            ("low", result.low),
+            ("high", result.high),
+        ):
+            line[name].append(value)
+        # The curve of an only domain would hide the policy's.
+        for domain, rate in result.by_domain.items() if len(result.by_domain) > 1 else ():
+            label = f"{result.policy}, {domain}"
+            curve = rows.setdefault(label, {"name": label, "x": [], "y": [], "dots": True})
+            curve["x"].append(result.step)
+            curve["y"].append(rate)
+    return list(rows.values())

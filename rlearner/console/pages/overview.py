@@ -17,10 +17,10 @@ from learner.run_folder import OFFLINE_LOCK
 from rlearner.advise.advice import advise
 from rlearner.advise.fit import NotFitted, SettingMissing, stored_settings
 from rlearner.console.components import Chart, Grid, Stats, tag
-from rlearner.console.index.answers import EvaluationResult, Event, Series
+from rlearner.console.index.answers import Event, Series
 from rlearner.console.live import BrokerView
 from rlearner.console.pages.curves import LAYOUTS, Curve, CurveBoard, round_values
-from rlearner.console.pages.evaluation import show_evaluation
+from rlearner.console.pages.evaluation import evaluation_series, show_evaluation
 from rlearner.console.pages.frame import Page, ask, frame, index_banners
 from rlearner.console.state import ConsoleRun, ConsoleState
 from rlearner.ops.run_kinds import algorithm_name, is_offline, offline_value
@@ -82,7 +82,7 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
             if layout.has_evaluations:
                 with tag("section", classes="panel"):
                     title = f"{find_metric('eval/success_rate').heading}, with 95 % intervals"
-                    evaluation = Chart(title, _evaluation_series(results), marks, low=0, high=1)
+                    evaluation = Chart(title, evaluation_series(results), marks, low=0, high=1)
         always = (*extra_metrics, *layout.always)
         board = CurveBoard(container, curves, always, lines=lines_by_name, marks=marks)
         if run.kind == "evaluation":
@@ -143,7 +143,7 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         if _evaluation_events(now) != _evaluation_events(events):
             results = await ask(queries.evaluations) or results
             if evaluation is not None:
-                evaluation.run_method("set", _evaluation_series(results))
+                evaluation.run_method("set", evaluation_series(results))
         events = now
         list_of_events.change(_event_rows(now))
         board.mark(_event_marks(now))
@@ -257,23 +257,6 @@ def _time_left(run: ConsoleRun, step: int, last: dict[str, float]) -> str:
     if seconds and 0 < step < run.steps:
         return f", {format_duration(seconds * (run.steps - step))} left"
     return ""
-
-
-def _evaluation_series(results: list[EvaluationResult]) -> list[dict[str, Any]]:
-    rows: dict[str, dict[str, Any]] = {}
-    for result in results:
-        line = rows.setdefault(
-            result.policy,
-            {"name": result.policy, "x": [], "y": [], "low": [], "high": [], "dots": True},
-        )
-        for name, value in (
-            ("x", result.step),
-            ("y", result.success_rate),
-            ("low", result.low),
-            ("high", result.high),
-        ):
-            line[name].append(value)
-    return list(rows.values())
 
 
 def _find_bottleneck(rows: list[dict[str, float]], config: PlainSettings) -> str:

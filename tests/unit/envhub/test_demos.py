@@ -16,9 +16,16 @@ from broker.settings.run_settings import RunSettings
 from envhub import cli
 from envhub.config import check, data_digests
 from envhub.demos import write_demonstrations
+from envhub.domain import load_domains
 from envhub.envs.base import NotSupported, Observation, StepResult
 from envhub.episodes.frames import first_frame, frame
 from envhub.episodes.render import MARGIN_PX, outcome, write_gif
+from rlearner_text.config import TinyModel
+from rlearner_text.incremental_tokenization import Conversation
+from rlearner_text.rows.messages import check_messages
+from rlearner_text.supervised_masks import encode_supervised
+from rlearner_text.tiny import _write_tokenizer
+from rlearner_text.tokenizer import Tokenizer
 
 
 def config(**changes: Any) -> RunSettings:
@@ -44,6 +51,26 @@ def test_demonstrations_are_conversations_of_the_hubs_own_prompts(tmp_path: Path
         assert row["messages"][1]["content"].startswith("P")
         assert all(message["content"] in "LDRU" for message in row["messages"][2::2])
     assert len({row["messages"][1]["content"] for row in rows}) > 1
+
+
+@pytest.mark.parametrize("context", ["full", "steps"])
+def test_demonstrations_begin_with_the_examples_that_rollouts_show(
+    context: str, tmp_path: Path
+) -> None:
+    examples = [{"question": "up", "answer": "U"}, {"question": "left", "answer": "L"}]
+    lake = {"env": "frozenlake", "max_turns": 12, "system_prompt": "Cross.", "context": context}
+    settings = config(domains={"lake": lake | {"examples": examples}})
+    write_demonstrations(settings, "lake", episodes=3, noise=0.0, out=str(tmp_path / "demos.jsonl"))
+    _write_tokenizer(tmp_path, TinyModel())
+    tokenizer = Tokenizer.load(tmp_path)
+    opening = load_domains(settings)["lake"].opening
+    for row in lines(tmp_path / "demos.jsonl"):
+        rollout = Conversation(tokenizer, *opening)
+        rollout.observe(row["messages"][5]["content"])
+        ids, mask = encode_supervised(tokenizer, check_messages(row["messages"]))
+        assert ids[: len(rollout)] == list(rollout.token_ids)
+        assert not any(mask[: len(rollout)])
+        assert mask[len(rollout) :][:2] == [1, 1]  # one letter, and its end
 
 
 def test_demonstrations_are_a_function_of_their_seed(tmp_path: Path) -> None:
@@ -263,6 +290,18 @@ def test_quickstart_and_frozenlake_pass_the_check() -> None:
 
 
 QA = {"env": "qa", "rewards": [{"name": "math"}]}
+# Of the generated model's tokens: user, 60 letters, end; assistant, 27 letters, end; user, end;
+# assistant.
+LONG_EXAMPLES: dict[str, Any] = {
+    "env": "frozenlake",
+    "examples": [{"question": "U" * 60, "answer": "L" * 29}],
+    "max_context_tokens": 97,
+    "sampling": {"max_tokens": 4},
+}
+
+
+def test_examples_that_leave_room_pass_the_check() -> None:
+    check(config(domains={"d": LONG_EXAMPLES}))
 
 
 @pytest.mark.parametrize(
@@ -296,6 +335,15 @@ QA = {"env": "qa", "rewards": [{"name": "math"}]}
         (
             {"domains": {"d": {"env": "frozenlake", "max_context_tokens": 256}}},
             "domains.d.sampling.max_tokens: 256 .* less than max_context_tokens",
+        ),
+        (
+            {"domains": {"d": LONG_EXAMPLES | {"max_context_tokens": 96}}},
+            "domains.d.max_context_tokens: 96 is not allowed; above 96, the tokens of its system "
+            "prompt, tools and examples",
+        ),
+        (
+            {"domains": {"d": LONG_EXAMPLES | {"examples": [], "system_prompt": "U" * 300}}},
+            "domains.d.max_context_tokens: 97 is not allowed; above 305, the tokens of its system",
         ),
         (
             {"rollout": {"max_context_tokens": 512}},

@@ -91,8 +91,8 @@ def test_parquet_reads_the_same(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(
         pyarrow.table({"question": ["p", None], "answer": ["1", "2"]}), null
     )
-    with pytest.raises(DataError, match=r"c\.parquet:2: column 'question' holds None, not a text"):
-        QuestionAnswer.check(args(null))
+    QuestionAnswer.check(args(null, eval_share=0))
+    assert QuestionAnswer.num_tasks(args(null, eval_share=0), "train") == 1
 
 
 def test_the_reference_may_follow_a_marker(tmp_path: Path) -> None:
@@ -109,10 +109,9 @@ def test_the_reference_may_follow_a_marker(tmp_path: Path) -> None:
         ("[1]", "the row is not an object"),
         (r'{"question": "\ud83d", "answer": "1"}', "not JSON: it holds half of a surrogate pair"),
         ('{"question": "q", "answer": NaN}', "not JSON: it holds NaN"),
-        ('{"question": "q"}', "no column 'answer'; it has question"),
-        ('{"question": "", "answer": "a"}', "column 'question' holds '', not a text"),
-        ('{"question": "q", "answer": null}', "column 'answer' holds None, not a text"),
-        ('{"question": ["q"], "answer": "a"}', "column 'question' holds ['q'], not a text"),
+        ('{"question": true, "answer": "a"}', "column 'question' holds True, not a text"),
+        ('{"question": "q", "answer": ["a"]}', "column 'answer' holds ['a'], not a text"),
+        ('{"question": ["q"], "answer": "a"}', "column 'question': message 0 is not an object"),
     ],
 )
 def test_a_malformed_row_is_named_by_file_and_line(tmp_path: Path, line: str, problem: str) -> None:
@@ -134,15 +133,15 @@ def test_arguments_that_cannot_work_are_refused(tmp_path: Path) -> None:
         ConfigError, match=r"eval_path: 'nowhere\.jsonl' is not allowed; there is no such file"
     ):
         QuestionAnswer.check(args(path, eval_path="nowhere.jsonl"))
-    with pytest.raises(ConfigError, match="the file holds no rows"):
+    with pytest.raises(ConfigError, match="the data set holds no rows with an answer"):
         QuestionAnswer.check(args(empty))
     with pytest.raises(ConfigError, match="it leaves no row for training"):
         QuestionAnswer.check(args(path))
     with pytest.raises(ConfigError, match="template: 'hello' is not allowed"):
         QuestionAnswer.check(args(path, template="hello", eval_share=0))
-    (tmp_path / "a.csv").write_text("x")
+    (tmp_path / "a.txt").write_text("x")
     with pytest.raises(ConfigError, match=r"a file ending in \.jsonl"):
-        QuestionAnswer.check(args(str(tmp_path / "a.csv")))
+        QuestionAnswer.check(args(str(tmp_path / "a.txt")))
 
 
 def test_demonstrations_are_the_answers_with_some_mistaken(tmp_path: Path) -> None:

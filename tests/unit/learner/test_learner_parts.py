@@ -221,7 +221,11 @@ def test_results_by_hand() -> None:
     )
     assert done is not None
     assert done.closed == {"deadline": 2}
-    assert done.values() == pytest.approx(
+    values = done.values()
+    of_domains = [name for name in values if name.startswith("eval/domain/")]
+    rates = [name for name in of_domains if name.endswith("success_rate")]
+    kept = [name for name in values if name not in of_domains or name in rates]
+    assert {name: values[name] for name in kept} == pytest.approx(
         {
             "eval/success_rate": 2 / 3,
             "eval/reward_mean": 5 / 3,

@@ -16,7 +16,7 @@ from broker.errors import ConfigError, DataError
 from broker.settings.config import DomainSection
 from broker.settings.run_settings import RunSettings
 from envhub.demos import write_demonstrations
-from learner.offline.data import join_conversation, load_examples, read_conversations
+from learner.offline.data import join_dialogue, load_examples
 from learner.offline.preference_pairs import load_pairs
 from rlearner_text.config import TinyModel
 from rlearner_text.supervised_masks import encode_supervised
@@ -69,6 +69,14 @@ def test_texts_and_messages_mean_the_same(tokenizer: Tokenizer, tmp_path: Path) 
     )
 
 
+def test_pairs_after_examples_train_their_answers(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    shared = [user("a"), {**assistant("shown"), "weight": 0}, user("b"), assistant("c"), user("d")]
+    row = {"chosen": [*shared, assistant("U")], "rejected": [*shared, assistant("DD")]}
+    ((pair,), _) = load_pairs(write(tmp_path / "x.jsonl", [row]), tokenizer, 100)
+    assert trained(tokenizer, pair.chosen) == "U<|im_end|>"
+    assert trained(tokenizer, pair.rejected) == "DD<|im_end|>"
+
+
 def test_only_what_comes_after_the_shared_beginning_is_trained(
     tokenizer: Tokenizer, tmp_path: Path
 ) -> None:
@@ -95,9 +103,9 @@ def test_long_pairs_are_left_out_whole(tokenizer: Tokenizer, tmp_path: Path) -> 
     [
         (
             {"prompt": "p", "chosen": "c"},
-            "the row has no key 'rejected'; known: prompt, chosen, rejected",
+            "no column 'rejected'; it has chosen, prompt",
         ),
-        ({"chosen": "c", "rejected": "r"}, "prompt is neither a text nor a list of messages"),
+        ({"chosen": "c", "rejected": "r"}, "chosen and rejected need the same beginning"),
         (
             {"prompt": "p", "chosen": 3, "rejected": "r"},
             "chosen is neither a text nor a list of messages",
@@ -138,7 +146,7 @@ def test_prompt_and_response_are_a_conversation(tokenizer: Tokenizer, tmp_path: 
     sample = first.sample()
     assert sample.loss_mask.tolist() == sample.advantages.tolist() == first.loss_mask
     assert (
-        join_conversation([{"role": "system", "content": "s"}, user("p")], "r", "response")[0][
+        join_dialogue([{"role": "system", "content": "s"}, user("p")], "r", "response").messages[0][
             "role"
         ]
         == "system"
@@ -160,11 +168,13 @@ def test_parquet_rows_read_as_lines_do(tokenizer: Tokenizer, tmp_path: Path) -> 
     pyarrow.parquet.write_table(
         pyarrow.Table.from_pylist(bad), tmp_path / "bad.parquet", row_group_size=2
     )
-    with pytest.raises(DataError, match=r"bad\.parquet:4: rejected is neither a text nor a list"):
+    with pytest.raises(
+        DataError, match=r"bad\.parquet:4: no column 'rejected'; it has chosen, prompt"
+    ):
         load_pairs(tmp_path / "bad.parquet", tokenizer, 100)
     (tmp_path / "no.parquet").write_text("no")
     with pytest.raises(ConfigError, match=r"^data.train: .*not a Parquet file"):
-        list(read_conversations(tmp_path / "no.parquet", "data.train"))
+        load_examples(tmp_path / "no.parquet", tokenizer, 100, "data.train")
 
 
 def test_pairs_of_solved_and_failed_episodes_are_made_here(

@@ -19,9 +19,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from broker.errors import ConfigError, DataError, UserError
 from learner.backends.torch import TorchBackend
 from learner.offline.config import OfflineTrainSection, backend_train, first_changed_key
-from learner.offline.data import TokenizedExample, read_conversations, shuffled_batches
+from learner.offline.data import TokenizedExample, shuffled_batches
 from learner.offline.supervised import SFT, fine_tune, supervised_step
 from rlearner_text.config import ModelSection, TinyModel
+from rlearner_text.rows.reading import read_rows
 from rlearner_text.supervised_masks import encode_supervised
 from rlearner_text.tiny import build_tiny
 from rlearner_text.tokenizer import Tokenizer
@@ -170,7 +171,10 @@ def test_batches_see_every_example_once_an_epoch() -> None:
     [
         ('{"messages": [', "not JSON"),
         ("[1]", "the row is not an object"),
-        ('{"text": "x"}', "an object with the key 'messages'"),
+        (
+            '{"text": "x"}',
+            "expected the columns messages, or prompt and completion (or response); it has text",
+        ),
         (
             '{"messages": [{"role": "user", "content": "x"}]}',
             "the last message must be the assistant's",
@@ -196,12 +200,12 @@ def test_a_malformed_row_names_file_and_line(
 def test_bytes_that_are_no_text(tmp_path: Path) -> None:
     (tmp_path / "x.jsonl").write_bytes(b'{"messages": "\xff"}\n')
     with pytest.raises(DataError, match=r"x\.jsonl:1: not UTF-8"):
-        list(read_conversations(tmp_path / "x.jsonl"))
+        list(read_rows(tmp_path / "x.jsonl"))
     good = b'{"prompt": "p", "response": "r"}'
     (tmp_path / "y.jsonl").write_bytes(
         good + b"\r\n\n" + good + b"\n" + b'{"prompt": "\xff"}\n' + good
     )
-    rows = read_conversations(tmp_path / "y.jsonl")
+    rows = read_rows(tmp_path / "y.jsonl")
     assert [next(rows)[0], next(rows)[0]] == [1, 3]
     with pytest.raises(DataError, match=r"y\.jsonl:4: not UTF-8"):
         next(rows)

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from broker.errors import ConfigError
+from broker.settings.config import RESPONSE_REWARDS, RewardConfig, reads_episode
+from rewardhub.rewards import REWARDS
 from rewardhub.rewards.base import NoScore, Sample, SampleTurn, Scored, check_scored
 from rewardhub.rewards.function_forms import adapt_function, find_form
 
@@ -112,8 +114,8 @@ def test_trl_form_sees_tool_calls_and_results() -> None:
 
 
 def test_trl_results_other_than_a_list_of_numbers() -> None:
-    def skips(completions: Any) -> list[float | None]:
-        return [None]
+    def skips(completions: Any, solution: list[str | None]) -> list[float | None]:
+        return [None if answer is None else 1.0 for answer in solution]
 
     def makes_array(completions: Any) -> Any:
         return np.array([0.25], np.float32)
@@ -124,7 +126,8 @@ def test_trl_results_other_than_a_list_of_numbers() -> None:
     def returns_number(completions: Any) -> float:
         return 1.0
 
-    assert score(skips, make_sample()) == Scored(0.0, {"not_applicable": 1.0})
+    nulls = dict.fromkeys(ROW)
+    assert score(skips, make_sample(row=nulls)) == Scored(0.0, {"not_applicable": 1.0})
     assert check_scored(score(makes_array, make_sample()), 1) == Scored(0.25)
     with pytest.raises(NoScore, match="2 numbers for 1 completion"):
         score(returns_two, make_sample())
@@ -166,6 +169,9 @@ def test_verl_form_returns_a_number_or_a_mapping() -> None:
     }
     # without such columns: the domain's name and the reference
     assert check_scored(score(number, make_sample(row={})), 1) == Scored(1.0)
+    nulls = dict.fromkeys(ROW)
+    assert score(compute_score, make_sample(row=nulls)) == Scored(0.75, {"acc": 1.0})
+    assert (seen["data_source"], seen["ground_truth"]) == ("d", "4")
     with pytest.raises(NoScore, match="needs 'score'; it has acc"):
         score(no_score, make_sample())
 
@@ -221,3 +227,16 @@ def test_an_unclear_function_is_refused(
     with pytest.raises(ConfigError, match=words) as refusal:
         find_form(function, args)
     assert "\n" not in str(refusal.value)
+
+
+def test_rewards_that_read_the_response_alone_get_no_messages() -> None:
+    """Messages and rows would make their groups larger for nothing."""
+    assert {*RESPONSE_REWARDS} == REWARDS.keys() - {"judge"}
+    judge = {"base_url": "http://127.0.0.1:1/v1"}
+    for name, args, reads in (
+        ("math_answer", {}, False),
+        ("judge", judge, False),
+        ("judge", {**judge, "template": "{conversation}"}, True),
+        ("./mine.py:f", {}, True),
+    ):
+        assert reads_episode([RewardConfig(name=name, args=args)]) == reads

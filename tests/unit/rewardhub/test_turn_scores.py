@@ -17,9 +17,9 @@ from rewardhub.routing import (
     ForwardAction,
     GroupScoring,
     ScoreAction,
-    add_turn_scores,
     rewards_digest,
 )
+from rewardhub.turn_scores import add_turn_scores
 
 STEPS = RewardConfig(name="my.py:steps", weight=0.5)
 
@@ -83,9 +83,14 @@ def test_scores_go_to_turns_and_add_up() -> None:
     assert (plain.reward, token_rewards(plain).tolist()) == (1.5, [0, 0, 0, 1.5])
 
 
-def test_messages_stay_until_the_last_pool() -> None:
-    passed = score(make_group(whole(), pools=["default", "slow"]), [0.0, 0.0])
+def test_messages_and_row_stay_until_the_last_pool() -> None:
+    row = {"level": 1}
+    group = msgspec.structs.replace(make_group(whole(), pools=["default", "slow"]), row=row)
+    passed = score(group, [0.0, 0.0])
     assert [message.content for message in passed.trajectories[0].messages] == ["go"]
+    assert passed.row == row
+    scored = score(msgspec.structs.replace(group, pools=["default"]), [0.0, 0.0])
+    assert (scored.trajectories[0].messages, scored.row) == ([], {})
 
 
 def test_scores_of_an_episode_in_several_samples_go_to_each() -> None:

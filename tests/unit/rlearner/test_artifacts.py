@@ -54,8 +54,11 @@ def test_a_curve_has_the_steps_that_were_measured(
     assert metric_curve(LINES, name) == (steps, values)
 
 
-def test_domains_are_those_with_a_reward() -> None:
+def test_domains_are_those_with_a_reward_or_an_evaluation() -> None:
     assert domains_of(LINES) == ["a", "b"]
+    assert domains_of([{"step": 1, "reward/b/mean": 0.4}]) == ["b"]
+    only_evaluated = {"eval/domain/sokoban/success_rate": 0.1, "eval/random/success_rate": 0.2}
+    assert domains_of([{"step": 1, "reward/b/mean": 0.4, **only_evaluated}]) == ["b", "sokoban"]
 
 
 def test_the_picture_has_the_runs_name_two_scales_and_whole_steps(

@@ -14,9 +14,9 @@ from nicegui.element import Element
 from nicegui.page import page
 
 from rlearner.console.components import tag
-from rlearner.console.index.answers import Series
+from rlearner.console.index.answers import EvaluationResult, Series
 from rlearner.console.pages.curves import LAYOUTS, CurveBoard
-from rlearner.console.pages.evaluation import result_table
+from rlearner.console.pages.evaluation import evaluation_series, result_table
 
 
 @contextmanager
@@ -97,3 +97,24 @@ def test_rates_of_an_evaluation_by_domain() -> None:
     }
     assert len(result_table({**values, "domains": {"lake": values}})[1]) == 1
     assert result_table({})[1] == []
+
+
+def test_each_domain_of_an_evaluation_is_a_curve() -> None:
+    def result(step: int, policy: str, **by_domain: float) -> EvaluationResult:
+        rate = sum(by_domain.values()) / len(by_domain)
+        return EvaluationResult(
+            step, policy, 0.0, tasks=4, episodes=4, success_rate=rate, low=rate - 0.1,
+            high=rate + 0.1, reward_mean=0.0, by_domain=by_domain,
+        )  # fmt: skip
+
+    results = [
+        result(0, "actor", lake=0.25, sokoban=0.25),
+        result(0, "random", lake=0.125),
+        result(10, "actor", lake=0.75, sokoban=0.5),
+    ]
+    first, lake, sokoban, random = evaluation_series(results)
+    assert (first["name"], first["x"], first["y"]) == ("actor", [0, 10], [0.25, 0.625])
+    assert first["high"] == [0.35, 0.725]
+    assert lake == {"name": "actor, lake", "x": [0, 10], "y": [0.25, 0.75], "dots": True}
+    assert sokoban == {"name": "actor, sokoban", "x": [0, 10], "y": [0.25, 0.5], "dots": True}
+    assert (random["name"], random["x"], random["y"]) == ("random", [0], [0.125])

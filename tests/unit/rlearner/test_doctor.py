@@ -106,8 +106,8 @@ def test_what_a_configuration_needs() -> None:
         "trackers.use.wandb": "wandb",
         "domains.m.env": "qa", "domains.g.env": "gem",
     }  # fmt: skip
-    assert (found.parquet, found.sandbox, found.cuda, found.num_gpus, found.shared_memory) == (
-        True,
+    assert (found.data_extras, found.sandbox, found.cuda, found.num_gpus, found.shared_memory) == (
+        {"parquet"},
         True,
         True,
         4,
@@ -125,7 +125,7 @@ def test_what_a_configuration_needs() -> None:
     offline = OfflineSettings(data=DataSection(train="rows.parquet"))
     assert requirements_of(offline) == MachineRequirements(
         plugins={"train.backend": "torch", "trackers.use.tensorboard": "tensorboard"},
-        parquet=True,
+        data_extras=frozenset({"parquet"}),
         checkpoints=3,
         whole_gib=8.0,
     )

@@ -57,7 +57,7 @@ def test_more_than_there_are_is_refused_as_in_a_run(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
         match=r"^eval\.tasks: 256 is not allowed; domain none has no held-out tasks; "
-        r"eval\.every_steps=0 measures none$",
+        r"eval\.domains without it, or eval\.every_steps=0, measures none$",
     ):
         tasks(domains={"none": questions(tmp_path, 8, eval_share=0)})
 

@@ -34,7 +34,7 @@ algorithm   grpo, ppo, equal rewards filtered
 step        16 groups of 8 episodes, samples at most 2 versions old (older groups wait)
 training    40 steps, backend torch, lr 0.001 linear, LoRA of rank 8
 rollout     engine hf, 128 requests at once, 256 tokens of context, 256 environments a hub
-evaluation  every 10 steps, 256 tasks a domain
+evaluation  every 10 steps, 256 tasks of lake
 kept        checkpoints every 20 steps, all samples
 ok
 """
