@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from broker.errors import ConfigError
 from broker.jetstream.bus import LogRecord
+from broker.settings.sections import parse
+from learner.config import SamplesSection
 from learner.credit import archive, archive_trim
 from learner.credit.archive import archive_files, read_frames
 from learner.credit.archive_trim import (
@@ -193,3 +196,17 @@ def test_token_files_are_bounded(tmp_path: Path) -> None:
     assert [file_of(tmp_path, step).exists() for step in (1, 2, 3)] == [False, True, True]
     TokenFiles(tmp_path, 3, keep_steps=1).close()
     assert [file_of(tmp_path, step).exists() for step in (2, 3)] == [False, True]
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "all", "200"])
+def test_other_values_are_refused(value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse("samples", {"keep": value}, SamplesSection)
+    expected = "expected true, false or a number of groups, at least 1"
+    assert str(caught.value) == str(ConfigError("samples.keep", value, expected))
+
+
+def test_one_is_a_number() -> None:
+    assert SamplesSection(keep=1).keep == 1
+    assert SamplesSection(keep=1).keep is not True
+    assert SamplesSection(keep=True).keep is True
