@@ -20,11 +20,12 @@ from envhub.domain import load_domains
 from envhub.envs.base import NotSupported, Observation, StepResult
 from envhub.episodes.frames import first_frame, frame
 from envhub.episodes.render import MARGIN_PX, outcome, write_gif
+from learner.offline.data import load_examples
 from rlearner_text.config import TinyModel
 from rlearner_text.incremental_tokenization import Conversation
 from rlearner_text.rows.messages import check_messages
 from rlearner_text.supervised_masks import encode_supervised
-from rlearner_text.tiny import _write_tokenizer
+from rlearner_text.tiny import _write_tokenizer, tiny_tokenizer
 from rlearner_text.tokenizer import Tokenizer
 
 
@@ -399,3 +400,43 @@ def test_the_digests_name_every_data_file_of_the_run(tmp_path: Path) -> None:
     assert len(set(digests.values())) == 2
     one.write_text("three")
     assert data_digests(given)[str(one)] != digests[str(one)]
+
+
+SHOP = Path(__file__).parents[3] / "rlearner" / "new" / "tools" / "environment.py"
+
+
+def test_tool_calls_are_demonstrated(tmp_path: Path) -> None:
+    """Rows in OpenAI's form, whose calls and answers are trained on and results are not."""
+    out = tmp_path / "demos.jsonl"
+    shop = {"env": f"{SHOP}:Shop", "max_turns": 3}
+    run = RunSettings.of_config({"domains": {"shop": shop}})
+    assert write_demonstrations(run, None, episodes=20, noise=0.0, out=str(out)) == 1.0
+    rows = lines(out)
+    for row in rows:
+        question, call, result, answer = row["messages"]
+        roles = [message["role"] for message in row["messages"]]
+        assert roles == ["user", "assistant", "tool", "assistant"]
+        (function,) = [each["function"] for each in call["tool_calls"]]
+        assert function["arguments"]["item"] in question["content"]
+        assert result["content"] == answer["content"]
+        assert [tool["function"]["name"] for tool in row["tools"]] == ["count", "price"]
+    tokenizer = tiny_tokenizer(TinyModel(vocab="chars"))
+    example = load_examples(out, tokenizer, 512)[0]
+    trained = [
+        token
+        for token, is_trained in zip(example.token_ids, example.loss_mask, strict=True)
+        if is_trained
+    ]
+    call, result = rows[0]["messages"][1:3]
+    called = json.dumps(call["tool_calls"][0]["function"])
+    assert tokenizer.decode(trained) == f"{called}{result['content']}"
+    noisy = write_demonstrations(run, None, episodes=200, noise=0.5, out=str(out))
+    assert 0.2 < noisy < 0.7
+
+
+def test_tool_calls_in_context_steps_are_refused(tmp_path: Path) -> None:
+    shop = {"env": f"{SHOP}:Shop", "max_turns": 3, "context": "steps"}
+    run = RunSettings.of_config({"domains": {"shop": shop}})
+    expected = "domains.shop.context: demonstrations of tool calls need whole conversations"
+    with pytest.raises(UserError, match=expected):
+        write_demonstrations(run, None, episodes=1, noise=0.0, out=str(tmp_path / "out"))
