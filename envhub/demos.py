@@ -15,8 +15,8 @@ from broker.settings.run_settings import RunSettings
 from broker.system.private_files import draft_of
 from envhub.domain import Domain, load_domains
 from envhub.envs.base import can_demonstrate
-from rlearner_text.tool_calls import ToolCall
 from envhub.servers.turn import mix
+from rlearner_text.tool_calls import ToolCall
 
 Messages = list[dict[str, Any]]
 
