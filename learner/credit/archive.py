@@ -222,19 +222,6 @@ def _open_file(path: Path) -> BinaryIO:
         return Path(os.devnull).open("rb")
 
 
-def read_tickets(path: Path) -> set[int]:
-    """Return the tickets of a file's records by their headers."""
-    tickets = set()
-    with _open_file(path) as file:
-        size = os.fstat(file.fileno()).st_size
-        position = 0
-        while header := read_header(os.pread(file.fileno(), _HEADER.size, position)):
-            position += _HEADER.size + header[2]
-            if position <= size:
-                tickets.add(header[1])
-    return tickets - {0}
-
-
 def _pick_from(path: Path, seqs: set[int]) -> Iterator[ArchiveFrame]:
     with _open_file(path) as file:
         size = os.fstat(file.fileno()).st_size

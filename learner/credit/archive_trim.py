@@ -6,6 +6,7 @@ complete. So what a kill or power loss leaves, half of the files removed, is nev
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Final
 
@@ -13,7 +14,13 @@ import msgspec
 
 from broker.jetstream.bus import LogRecord
 from broker.system.private_files import private_write
-from learner.credit.archive import SampleArchive, archive_files, pause_marks, read_tickets
+from learner.credit.archive import (
+    HEADER_BYTES,
+    SampleArchive,
+    archive_files,
+    pause_marks,
+    read_header,
+)
 
 FILE: Final = "trim.json"
 # A file holds this share of the groups: the archive holds up to two files more than it must.
@@ -53,7 +60,7 @@ class BoundedArchive(SampleArchive):
         num_groups = 0
         for first, path in reversed(archive_files(folder)):
             # Older files than needed are removed unread.
-            self._tickets[first] = read_tickets(path) if num_groups < keep else set()
+            self._tickets[first] = _read_tickets(path) if num_groups < keep else set()
             num_groups = len(set().union(*self._tickets.values()))
         self.trim()
 
@@ -105,6 +112,19 @@ def max_groups(keep: int) -> int:
 
 def _groups_per_file(keep: int) -> int:
     return -(-keep // FILES)
+
+
+def _read_tickets(path: Path) -> set[int]:
+    """Return the tickets of a file's records by their headers."""
+    tickets = set()
+    with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        position = 0
+        while header := read_header(os.pread(file.fileno(), HEADER_BYTES, position)):
+            position += HEADER_BYTES + header[2]
+            if position <= size:
+                tickets.add(header[1])
+    return tickets - {0}
 
 
 def read_trim(folder: Path) -> ArchiveTrim:

@@ -19,7 +19,14 @@ from envhub.demos import write_demonstrations
 from envhub.domain import load_domains
 from envhub.envs.base import NotSupported, Observation, StepResult
 from envhub.episodes.frames import first_frame, frame
-from envhub.episodes.render import MARGIN_PX, outcome, write_gif
+from envhub.episodes.render import (
+    FAILED_COLOUR,
+    MARGIN_PX,
+    SOLVED_COLOUR,
+    load_font,
+    outcome,
+    write_gif,
+)
 from learner.offline.data import load_examples
 from rlearner_text.config import TinyModel
 from rlearner_text.incremental_tokenization import Conversation
@@ -169,7 +176,9 @@ def test_a_replay_is_a_picture_of_each_state(tmp_path: Path) -> None:
     out = tmp_path / "x.gif"
     assert write_gif(config(), "lake", 0, 77, list("RRDDDRLL"), str(out), title="before") == 7
     with Image.open(out) as gif:
-        assert (gif.n_frames, gif.size) == (7, (256, 304))
+        assert (gif.n_frames, gif.size) == (7, (256, 310))
+        gif.seek(6)
+        assert gif.info["duration"] == 1500
 
 
 def test_long_captions_are_cut_in_few_measurements(
@@ -187,14 +196,32 @@ def test_long_captions_are_cut_in_few_measurements(
         ImageDraw.ImageDraw, "text", lambda _draw, _place, text, **_: drawn.append(text)
     )
     out = str(tmp_path / "x.gif")
-    assert write_gif(config(), "lake", 0, 77, ["i" * 2000], out, title="two\nlines") == 2
+    assert write_gif(config(), "lake", 0, 77, ["i" * 2000], out, title="two\nlines → ü") == 2
     assert len(measured) < 40
-    assert drawn[:3] == ["two lines", "start", ""]
+    assert drawn[:3] == ["two lines → ü", "start", ""]
     action = drawn[4]
     assert action == f"turn 1: {'i' * (len(action) - 11)}..."
     draw = ImageDraw.Draw(Image.new("L", (1, 1)))
+    draw.font = load_font()
     limit_px = 256 - 2 * MARGIN_PX
     assert draw.textlength(action) <= limit_px < draw.textlength(action.replace("...", "i..."))
+
+
+@pytest.mark.parametrize(
+    ("actions", "colours"),
+    [
+        ("RRRD", ["black"] * 4 + [FAILED_COLOUR]),
+        ("RRDDDR", ["black"] * 6 + [SOLVED_COLOUR]),
+        ("RR", ["black"] * 2 + [FAILED_COLOUR]),
+    ],
+)
+def test_the_end_has_a_colour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, actions: str, colours: list[str]
+) -> None:
+    fills: list[str] = []
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", lambda *_, fill: fills.append(fill))
+    write_gif(config(), "lake", 0, 77, list(actions), str(tmp_path / "x.gif"))
+    assert fills[2::3] == colours
 
 
 @pytest.mark.parametrize(
