@@ -109,9 +109,6 @@ async def disturbed(
 ) -> int:
     """Train with kills into ``folder/runs``; return how often the learner resumed from a
     checkpoint.
-
-    Args:
-        keep: ``samples.keep``.
     """
     rng = random.Random(seed)
     file = folder / "run.yaml"

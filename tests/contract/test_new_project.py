@@ -79,7 +79,7 @@ def test_its_files_name_it_and_its_own_tests_pass(kind: str, make: Make) -> None
     [
         ("game", "reward.py", "sample.num_turns", "sample.turns", 1),
         ("qa", "reward.py", ".lower() ==", " ==", 1),
-        ("tools", "environment.py", "float(is_right)", "1.0", 1),
+        ("tools", "environment.py", "valid=False, metrics", "metrics", 1),
         ("agent", "agent.py", '"Higher."', '"Up."', 16),
     ],
 )

@@ -17,7 +17,7 @@ QUESTIONS = {"count": "How many {item} are left?", "price": "What do {item} cost
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 
 
-class Args(Section):
+class ShopArgs(Section):
     """``domains.shop.env_args``: unknown keys and wrong types are refused before a start."""
 
     largest: int = 9
@@ -26,7 +26,7 @@ class Args(Section):
 class Shop(Environment):
     """One question; the policy calls ``count`` and ``price``, and answers with a number."""
 
-    Args = Args
+    Args = ShopArgs
 
     def count(self, item: str) -> int:
         """Return how many pieces of an item are left."""
@@ -37,7 +37,7 @@ class Shop(Environment):
         return self.prices[item]
 
     @classmethod
-    def tools(cls, args: Args) -> list[dict[str, Any]]:
+    def tools(cls, args: ShopArgs) -> list[dict[str, Any]]:
         """Describe the functions to the policy; the model's chat template shows them."""
         return [describe(cls.count), describe(cls.price)]
 
@@ -70,24 +70,24 @@ class Shop(Environment):
     def step(self, text: str) -> StepResult:
         """End with an answer. Text without a number is invalid, never an exception."""
         number = re.search(r"[0-9]{1,9}", text)
-        is_right = number is not None and number[0] == self.answer
+        if number is None:
+            shown = Observation("A number!")
+            return StepResult(shown, reward=0.0, done=False, valid=False, metrics=self.metrics)
+        is_right = number[0] == self.answer
         return StepResult(
             Observation(""),
             reward=float(is_right),
             done=True,
-            valid=number is not None,
             success=is_right,
             metrics=self.metrics,
         )
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str | list[ToolCall]:
-        """Return an action for the warm start; by chance (``noise``) a call or number of no use."""
-        is_random = rng.random() < noise
+        """Return an action for the warm start; by chance (``noise``) a guess without a call."""
         if self.is_known:
-            return str(rng.integers(self.args.largest + 1)) if is_random else self.answer
-        if is_random:
-            name = str(rng.choice(list(QUESTIONS)))
-            return [ToolCall(name, {"item": str(rng.choice(ITEMS))})]
+            return self.answer
+        if rng.random() < noise:
+            return str(rng.integers(self.args.largest + 1))
         return [self.wanted]
 
     def _call(self, call: ToolCall) -> str:
