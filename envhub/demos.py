@@ -113,11 +113,12 @@ def demonstrations(
     """
     environment = domain.make()
     if any(
-        inspect.iscoroutinefunction(getattr(environment, method)) for method in ("reset", "step")
+        inspect.iscoroutinefunction(getattr(environment, method))
+        for method in ("reset", "step", "use")
     ):
         raise UserError(
             f"environment {domain.section.env} is asynchronous; "
-            "demonstrations need plain reset and step"
+            "demonstrations need plain reset, step and use"
         )
     rng = np.random.default_rng([seed, 1])
     for index in range(episodes):
