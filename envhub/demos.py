@@ -82,7 +82,9 @@ def _iter_rows(
     domain: Domain, episodes: int, noise: float, seed: int, against: float | None
 ) -> Iterator[tuple[list[dict[str, Any]], bool]]:
     """Yield each episode's lines, and whether the first player solved its task."""
-    extra = {"tools": json.loads(domain.tools)} if domain.tools else {}
+    extra: dict[str, Any] = {}
+    if domain.tools:
+        extra["tools"] = json.loads(domain.tools)
     first = demonstrations(domain, episodes=episodes, noise=noise, seed=seed)
     if against is None:
         yield from (
@@ -134,16 +136,17 @@ def demonstrations(
         for turn in range(1, domain.section.max_turns + 1):
             action = environment.demonstrate(rng, noise)
             if isinstance(action, str):
+                role = "user"
                 step: Any = environment.step(action)
                 conversations[-1].append({"role": "assistant", "content": action})
             else:
+                role = "tool"
                 step = environment.use(action)
                 conversations[-1].append(_call_message(action))
             success = step.success
             if step.done or turn == domain.section.max_turns:
                 break
             if steps is None:
-                role = "user" if isinstance(action, str) else "tool"
                 conversations[-1].append({"role": role, "content": step.observation.text})
             elif isinstance(action, str):
                 prompt = steps.acted(action, step.observation.text)

@@ -68,8 +68,7 @@ def write_gif(
         step: Any = environment.step(action)
         is_last = turn == len(actions)
         caption = [title, f"turn {turn}: {action}", outcome(step, is_last=is_last)]
-        failed_colour = FAILED_COLOUR if step.done or is_last else "black"
-        colour = SOLVED_COLOUR if step.success else failed_colour
+        colour = _choose_colour(step, is_last=is_last)
         pictures.append(_captioned_picture(environment.render_frame(), caption, colour))
         if step.done:
             break
@@ -92,6 +91,12 @@ def outcome(step: StepResult, *, is_last: bool) -> str:
     return ", ".join(parts)
 
 
+def _choose_colour(step: StepResult, *, is_last: bool) -> str:
+    if step.success:
+        return SOLVED_COLOUR
+    return FAILED_COLOUR if step.done or is_last else "black"
+
+
 def _captioned_picture(frame: Frame, caption: Sequence[str], colour: str) -> Image:
     """Return the picture below its caption, whose lines are cut to the picture's width.
 
@@ -107,10 +112,11 @@ def _captioned_picture(frame: Frame, caption: Sequence[str], colour: str) -> Ima
     whole.paste(picture, ((width - picture.width) // 2, top))
     draw = ImageDraw.Draw(whole)
     draw.font = load_font()
+    colours = ["black"] * (len(caption) - 1) + [colour]
     for number, line in enumerate(caption):
         text = _cut_text(draw, " ".join(line.split()), width - 2 * MARGIN_PX)
-        fill = colour if number == len(caption) - 1 else "black"
-        draw.text((MARGIN_PX, MARGIN_PX // 2 + LINE_PX * number), text, fill=fill)
+        place = (MARGIN_PX, MARGIN_PX // 2 + LINE_PX * number)
+        draw.text(place, text, fill=colours[number])
     return whole
 
 

@@ -39,7 +39,7 @@ class ArchiveTrim(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     keep: int = 0
 
     def __str__(self) -> str:
-        groups = "group" if self.keep == 1 else f"{self.keep} groups"
+        groups = f"{self.keep} group{'s' * (self.keep != 1)}"
         return f"the archive keeps the newest {groups} (samples.keep)"
 
 
@@ -59,9 +59,11 @@ class BoundedArchive(SampleArchive):
         self._tickets: dict[int, set[int]] = {}  # by the first record of their file
         num_groups = 0
         for first, path in reversed(archive_files(folder)):
+            self._tickets[first] = set()
             # Older files than needed are removed unread.
-            self._tickets[first] = _read_tickets(path) if num_groups < keep else set()
-            num_groups = len(set().union(*self._tickets.values()))
+            if num_groups < keep:
+                self._tickets[first] = _read_tickets(path)
+                num_groups = len(set().union(*self._tickets.values()))
         self.trim()
 
     @property

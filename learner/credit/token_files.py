@@ -53,7 +53,7 @@ class TokenFiles:
         self._folder = archive / FOLDER
         self._keep_steps = keep_steps
         self._failed = False
-        oldest = step - keep_steps if keep_steps else 0
+        oldest = step - (keep_steps or step)
         for path in self._folder.glob(f"*{SUFFIX}"):
             if not path.stem.isdecimal() or not oldest < int(path.stem) <= step:
                 path.unlink()

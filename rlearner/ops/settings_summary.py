@@ -106,7 +106,9 @@ def _describe_evaluation(settings: RunSettings) -> list[str]:
 def _describe_keep(keep: bool | int) -> str:
     if keep is True:
         return "all samples"
-    return f"samples of the newest {_count(keep, 'group')}" if keep else "no samples (samples.keep)"
+    if keep is False:
+        return "no samples (samples.keep)"
+    return f"samples of the newest {_count(keep, 'group')}"
 
 
 def _describe_interval(what: str, every_steps: int) -> str:
