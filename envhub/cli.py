@@ -161,7 +161,9 @@ def _render_gif(arguments: Sequence[str]) -> int:
 def _offline_parser(command: str, description: str) -> argparse.ArgumentParser:
     parser = ArgumentParser(prog=f"envhub {command}", description=description)
     add_config(parser)
-    parser.add_argument("--domain", default=None, metavar="D", help="which domain (the only trained one)")
+    parser.add_argument(
+        "--domain", default=None, metavar="D", help="which domain (the only trained one)"
+    )
     return parser
 
 

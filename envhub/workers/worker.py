@@ -74,7 +74,12 @@ class EnvironmentWorker:
         reference = returned.text("after reset, reference", self._environment.reference)
         row = returned.row("after reset, row", self._environment.row)
         return protocol.FirstObservation(
-            observation.text, observation.anchor, prompt, reference, row, observation.history
+            observation.text,
+            observation.anchor,
+            prompt,
+            reference,
+            row=row,
+            history=observation.history,
         )
 
     def _step(self, method: str, action: Any) -> protocol.StepOutcome:
