@@ -108,6 +108,12 @@ CASES: Final = (
     ),
     SmokeCase("bench.shared", ("lost",), ("--params-m", "1", "--steps", "2")),
     SmokeCase(
+        "bench.first_day",
+        ("reward_forms", "lines_yaml", "failed"),
+        ("rewards",),
+        {"bench.first_day:REWARD_FORMS": ("trl",)},
+    ),
+    SmokeCase(
         "bench.learner",
         ("share", "stages_ms", "pairs"),
         ("--only", "quickstart", "--case", "quickstart"),
