@@ -15,7 +15,7 @@ class ConversationLog:
     """The messages of one episode: what the environment shows, not what a memory makes of it.
 
     Attributes:
-        messages: in order.
+        messages: in order; empty unless the domain's rewards may read them.
     """
 
     def __init__(self, domain: Domain) -> None:
@@ -35,21 +35,25 @@ class ConversationLog:
 
     def add_turn(self, text: str, calls: Sequence[ToolCall]) -> None:
         """Append what the policy wrote, and the tool calls in it."""
-        self.messages.append(
-            wire.EpisodeMessage(
-                role="assistant",
-                content=text,
-                tool_calls=[
-                    wire.EpisodeToolCall(name=call.name, arguments=call.arguments) for call in calls
-                ],
-                turn=self._num_turns,
-            )
-        )
+        tool_calls = [
+            wire.EpisodeToolCall(name=call.name, arguments=call.arguments) for call in calls
+        ]
+        self._add("assistant", text, tool_calls, self._num_turns)
         self._num_turns += 1
 
     def add_observation(self, role: Role, text: str) -> None:
         """Append what the environment or its tools answered."""
         self._add(role, text)
 
-    def _add(self, role: wire.MessageRole, text: str) -> None:
-        self.messages.append(wire.EpisodeMessage(role=role, content=text))
+    def _add(
+        self,
+        role: wire.MessageRole,
+        text: str,
+        tool_calls: Sequence[wire.EpisodeToolCall] = (),
+        turn: int = -1,
+    ) -> None:
+        if self._domain.sends_messages:
+            message = wire.EpisodeMessage(
+                role=role, content=text, tool_calls=list(tool_calls), turn=turn
+            )
+            self.messages.append(message)

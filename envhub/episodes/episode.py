@@ -86,7 +86,7 @@ class Episode:
         self._calls: list[ToolCall] = []  # of this turn
         self._task_key = self._previous_tokens = 0  # for the prediction of lengths
         self._role: Role = "user"  # of the next message
-        self._log = ConversationLog(task.domain) if task.domain.sends_messages else None
+        self._log = ConversationLog(task.domain)
         self._row: dict[str, Any] = {}
 
     async def run(self) -> EpisodeResult:
@@ -108,8 +108,7 @@ class Episode:
             prompt = self._make_prompt(self._steps.open, view.text)
         await self._encode_ahead(prompt)
         self._observe(prompt)
-        if self._log is not None:
-            self._log.open(view.text, view.history)
+        self._log.open(view.text, view.history)
         if (size := len(self._conversation)) >= limit:
             raise EpisodeFailed(
                 "fatal", f"the prompt has {size} tokens and max_context_tokens is {limit}"
@@ -133,8 +132,7 @@ class Episode:
                     anchor=view.anchor,
                 )
             )
-            if self._log is not None:
-                self._log.add_turn(self._response, self._calls)
+            self._log.add_turn(self._response, self._calls)
             view = step.observation
             if (end_reason := self._end_reason(step)) is not None:
                 return self._result(step, end_reason)
@@ -145,8 +143,7 @@ class Episode:
             if not self._fits(prompt):
                 return self._result(step, "length")
             self._observe(prompt)
-            if self._log is not None:
-                self._log.add_observation(self._role, view.text)
+            self._log.add_observation(self._role, view.text)
 
     @property
     def _conversation(self) -> Conversation:
@@ -371,7 +368,7 @@ class Episode:
                 response=self._response if index == last else "",
                 metrics=metrics if index == last else {},
                 greedy=self._task.greedy,
-                messages=self._log.messages if self._log is not None and index == last else [],
+                messages=self._log.messages * (index == last),
             )
             for index, (conversation, own_turns) in enumerate(
                 zip(self._conversations, parts, strict=True)

@@ -31,6 +31,12 @@ TRAINER_ONLY: Final = (
 # columns that TRL does not pass on
 NOT_PASSED: Final = ("prompt", "completion", "completion_ids")
 NOT_APPLICABLE: Final = "not_applicable"
+# by the parameter that marks a form
+_FORMS: Final[dict[str, FunctionForm]] = {
+    "sample": "sample",
+    "completions": "trl",
+    "solution_str": "verl",
+}
 
 
 def adapt_function(
@@ -48,9 +54,8 @@ def adapt_function(
     form = find_form(function, args, key)
     if form == "sample":
         return partial(function, **args)
-    arguments, read_score = (
-        (_trl_arguments, _read_list) if form == "trl" else (_verl_arguments, _read_mapping)
-    )
+    arguments = _ARGUMENTS[form]
+    read_score = _READERS[form]
     parameters = inspect.signature(function).parameters
 
     def score(sample: Sample) -> object:
@@ -85,15 +90,17 @@ def find_form(
         for each, parameter in parameters.items()
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
-    marks = [name for name in ("sample", "completions", "solution_str") if name in named]
-    if len(marks) > 1 or (parameters and not named):
-        reason = f"has both {' and '.join(marks)}" if marks else "names no parameter"
-        raise ConfigError(f"{key}.name", name, f"{ALLOWED}; {call_text} {reason}")
-    if marks in ([], ["sample"]):
+    marks = [mark for mark in _FORMS if mark in named]
+    if len(marks) > 1:
+        reason = f"{call_text} has both {' and '.join(marks)}"
+        raise ConfigError(f"{key}.name", name, f"{ALLOWED}; {reason}")
+    if parameters and not named:
+        raise ConfigError(f"{key}.name", name, f"{ALLOWED}; {call_text} names no parameter")
+    form = _FORMS[[*marks, "sample"][0]]
+    if form == "sample":
         _check_call(signature, args, key, call_text)
-        return "sample"
-    form: FunctionForm = "trl" if marks == ["completions"] else "verl"
-    _check_keywords(parameters, args, key, call_text, form)
+    else:
+        _check_keywords(parameters, args, key, call_text, form)
     return form
 
 
@@ -252,3 +259,13 @@ def _read_mapping(result: object) -> object:
         if name != "score" and isinstance(value, (bool, int, float)) and math.isfinite(value)
     }
     return Scored(result["score"], notes)
+
+
+_ARGUMENTS: Final[dict[FunctionForm, Callable[[Sample], dict[str, Any]]]] = {
+    "trl": _trl_arguments,
+    "verl": _verl_arguments,
+}
+_READERS: Final[dict[FunctionForm, Callable[[object], object]]] = {
+    "trl": _read_list,
+    "verl": _read_mapping,
+}

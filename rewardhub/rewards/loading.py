@@ -1,7 +1,7 @@
 """Loads a reward by its name: a class of the registry, or a user's own function.
 
 A function has one of the forms of ``rewardhub.rewards.function_forms``. It returns a number, a
-mapping of part names to numbers, or a list with one number per turn; it may be a coroutine function.
+mapping of part names to numbers, or a list with one number per turn, perhaps as a coroutine.
 """
 
 from __future__ import annotations
