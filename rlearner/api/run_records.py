@@ -28,9 +28,7 @@ def read_samples(folder: Path) -> Any:
     """
     place = find_run(str(folder), str(folder.parent))
     if not archive_files(folder / FOLDER):
-        raise UserError(
-            f"run {place.name} keeps no samples; start it with samples={{'keep': True}}"
-        )
+        raise UserError(f"run {place.name} keeps no samples; start it with samples={{'keep': 200}}")
     return make_table(list(_sample_rows(folder, TranscriptFactory(place.settings.model, folder))))
 
 

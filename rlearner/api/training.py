@@ -63,7 +63,6 @@ def train(
     is_tiny = model == TINY
     config: UserSettings = {
         "model": dict(model) if isinstance(model, Mapping) else {"path": os.fspath(model)},
-        "samples": {"keep": True},
         **(TINY_SETTINGS if is_tiny else {}),
     }
     rows = None

@@ -8,7 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from broker.settings.config import RewardConfig
+from broker.settings.config import DomainSection, RewardConfig
+from rewardhub.config import all_pools, own_pools
 from rewardhub.function_pool import FunctionPool
 from rewardhub.rewards.base import ResponseFault, Sample, Score, Scored
 from rewardhub.rewards.caller import PREFIX
@@ -105,6 +106,12 @@ async def test_a_value_that_is_no_number_is_reported() -> None:
     _, failures = await score_once(lambda sample: "much")
     ((_, error),) = failures  # type: ignore[misc]
     assert str(error) == "the reward must be a number, got str 'much'"
+
+
+def test_other_hubs_leave_the_pool_alone() -> None:
+    domain = DomainSection(env="qa", rewards=[reward_of("own"), RewardConfig(name="format")])
+    assert all_pools({"main": domain}) == ["caller", "default"]
+    assert own_pools({"main": domain}) == ["default"]
 
 
 async def test_calls_come_one_after_the_other() -> None:
