@@ -21,8 +21,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,6 +28,7 @@ import aiohttp
 import psutil
 
 from bench.support.console_browser import CHROMIUM, FLAGS, async_playwright
+from bench.support.console_process import console, until
 from bench.support.console_run import write_run
 from bench.support.localhost_names import local_connector
 from learner.reporting.metrics import newest_line
@@ -54,34 +53,6 @@ START_S: Final = 240.0
 SETTLE_S: Final = 10.0  # after the first steps
 CPU_S: Final = 60.0
 WATCHED_STEPS: Final = 12
-
-
-@asynccontextmanager
-async def console(root: Path, run: str) -> AsyncIterator[tuple[str, str, psutil.Process]]:
-    """Yield address, link and process of a console."""
-    cache = tempfile.mkdtemp()
-    environment = {
-        name: value for name, value in os.environ.items() if name not in ("RL_BROKER", "RL_RUN")
-    }
-    words = ["-m", "rlearner.cli", "console", run, "--dir", str(root), "--port", "0"]
-    child = await asyncio.create_subprocess_exec(
-        sys.executable,
-        *words,
-        stdout=asyncio.subprocess.PIPE,
-        env=environment | {"XDG_RUNTIME_DIR": cache},
-    )
-    assert child.stdout is not None
-    try:
-        address = ""
-        while not address:
-            found = re.search(r" at (http://\S+), ", (await child.stdout.readline()).decode())
-            address = found[1] if found else ""
-        file = Path(cache, "rlearner", f"console-{address.rpartition(':')[2]}.url")
-        await _until(file.exists)
-        yield address, (await asyncio.to_thread(file.read_text)).strip(), psutil.Process(child.pid)
-    finally:
-        child.terminate()
-        await child.wait()
 
 
 async def big(root: Path, run: str) -> dict[str, Any]:
@@ -116,13 +87,6 @@ async def big(root: Path, run: str) -> dict[str, Any]:
         "page_ms": max(loads.values()),
         "search_ms": round(statistics.median(searches), 1),
     }
-
-
-async def _until(holds: Callable[[], bool]) -> None:
-    while True:
-        if holds():
-            return
-        await asyncio.sleep(0.02)
 
 
 def _word(number: int) -> str:
@@ -174,7 +138,7 @@ async def live(root: Path) -> dict[str, Any]:
     lines = root / "live" / "metrics.jsonl"
     try:
         async with asyncio.timeout(START_S):
-            await _until(lambda: _step(lines) >= 3 or child.returncode is not None)
+            await until(lambda: _step(lines) >= 3 or child.returncode is not None)
         assert child.returncode is None, (root / "up.log").read_text()[-2000:]
         async with console(root, "live") as (_, link, process), async_playwright() as driver:
             chromium = await driver.chromium.launch(executable_path=CHROMIUM, args=list(FLAGS))
@@ -203,10 +167,10 @@ async def live(root: Path) -> dict[str, Any]:
 async def _delays(page: Any, lines: Path) -> list[float]:
     """Return how long each new step took to be on the page, for at least a minute."""
     delays = list[float]()
-    until = time.monotonic() + CPU_S
+    end = time.monotonic() + CPU_S
     known = _step(lines)
-    while len(delays) < WATCHED_STEPS or time.monotonic() < until:
-        await _until(lambda known=known: _step(lines) > known)  # type: ignore[misc]
+    while len(delays) < WATCHED_STEPS or time.monotonic() < end:
+        await until(lambda known=known: _step(lines) > known)  # type: ignore[misc]
         line = newest_line(lines)
         known = int(line["step"])
         text = f"Number(document.querySelector('[data-stat=\"step\"] .v').textContent.replace(/,/g, '')) >= {known}"

@@ -46,7 +46,7 @@ RESPONSE = 20
 LIMIT_S: Final = 240.0
 
 
-def config(folder: Path, steps: int, every: int) -> dict[str, Any]:
+def config(folder: Path, steps: int, every: int, keep: bool | int = True) -> dict[str, Any]:
     """Return a configuration with one domain whose environment never runs."""
     lake: dict[str, Any] = {
         "env": "frozenlake",
@@ -67,7 +67,7 @@ def config(folder: Path, steps: int, every: int) -> dict[str, Any]:
     config |= {"algorithm": {"entropy_coef": 0.001}, "rollout": {"max_context_tokens": 64}}
     config |= {
         "checkpoint": {"every_steps": every},
-        "samples": {"keep": True},
+        "samples": {"keep": keep},
         "trackers": {"use": []},
     }
     return validate(config)
@@ -104,13 +104,15 @@ async def answer(bus: Bus, seed: int, pace_s: float) -> None:
             await delivery.ack()
 
 
-async def disturbed(folder: Path, steps: int, resumes: int, seed: int) -> int:
+async def disturbed(
+    folder: Path, steps: int, resumes: int, seed: int, keep: bool | int = True
+) -> int:
     """Train with kills into ``folder/runs``; return how often the learner resumed from a
     checkpoint.
     """
     rng = random.Random(seed)
     file = folder / "run.yaml"
-    file.write_text(to_yaml(config(folder / "runs", steps, 3)), encoding="utf-8")
+    file.write_text(to_yaml(config(folder / "runs", steps, 3, keep)), encoding="utf-8")
     moments = sorted(rng.sample(range(4, steps - 1), resumes))
     metrics = folder / "runs" / RUN / "metrics.jsonl"
     async with RunFleet(folder / "fleet", RUN) as fleet:

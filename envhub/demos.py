@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from broker.system.private_files import draft_of
 from envhub.domain import Domain, load_domains
 from envhub.envs.base import can_demonstrate
 from envhub.servers.turn import mix
+from rlearner_text.tool_calls import ToolCall
 
 Messages = list[dict[str, Any]]
 
@@ -45,6 +46,8 @@ def write_demonstrations(
     against: float | None = None,
 ) -> float:
     """Write conversations as JSONL, ``{"messages": [...]}`` a line. Return the share of successes.
+
+    The lines of an environment with tools also have ``tools``.
 
     With ``against`` each task is played again with that noise; for each task that only the first
     solved, a line is the pair ``{"chosen": [...], "rejected": [...]}``. The file appears complete
@@ -79,10 +82,13 @@ def _iter_rows(
     domain: Domain, episodes: int, noise: float, seed: int, against: float | None
 ) -> Iterator[tuple[list[dict[str, Any]], bool]]:
     """Yield each episode's lines, and whether the first player solved its task."""
+    extra: dict[str, Any] = {}
+    if domain.tools:
+        extra["tools"] = json.loads(domain.tools)
     first = demonstrations(domain, episodes=episodes, noise=noise, seed=seed)
     if against is None:
         yield from (
-            ([{"messages": messages} for messages in conversations], is_solved)
+            ([{"messages": messages} | extra for messages in conversations], is_solved)
             for conversations, is_solved in first
         )
         return
@@ -96,7 +102,7 @@ def _iter_rows(
             )
         rows = []
         if is_solved and not is_other_solved:
-            rows = [{"chosen": conversations[0], "rejected": other_conversations[0]}]
+            rows = [{"chosen": conversations[0], "rejected": other_conversations[0]} | extra]
         yield rows, is_solved
 
 
@@ -109,11 +115,12 @@ def demonstrations(
     """
     environment = domain.make()
     if any(
-        inspect.iscoroutinefunction(getattr(environment, method)) for method in ("reset", "step")
+        inspect.iscoroutinefunction(getattr(environment, method))
+        for method in ("reset", "step", "use")
     ):
         raise UserError(
             f"environment {domain.section.env} is asynchronous; "
-            "demonstrations need plain reset and step"
+            "demonstrations need plain reset, step and use"
         )
     rng = np.random.default_rng([seed, 1])
     for index in range(episodes):
@@ -127,16 +134,32 @@ def demonstrations(
             )
         ]
         for turn in range(1, domain.section.max_turns + 1):
-            text = environment.demonstrate(rng, noise)
-            conversations[-1].append({"role": "assistant", "content": text})
-            step: Any = environment.step(text)
+            action = environment.demonstrate(rng, noise)
+            if isinstance(action, str):
+                role = "user"
+                step: Any = environment.step(action)
+                conversations[-1].append({"role": "assistant", "content": action})
+            else:
+                role = "tool"
+                step = environment.use(action)
+                conversations[-1].append(_call_message(action))
             success = step.success
             if step.done or turn == domain.section.max_turns:
                 break
             if steps is None:
-                conversations[-1].append({"role": "user", "content": step.observation.text})
-            else:
-                prompt = steps.acted(text, step.observation.text)
+                conversations[-1].append({"role": role, "content": step.observation.text})
+            elif isinstance(action, str):
+                prompt = steps.acted(action, step.observation.text)
                 conversations.append(domain.messages(prompt, observation.history))
+            else:
+                problem = "demonstrations of tool calls need whole conversations, not context steps"
+                raise UserError(f"domains.{domain.name}.context: {problem}")
         yield conversations, success
     environment.close()
+
+
+def _call_message(calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """Return the message of an assistant that calls tools, in OpenAI's form."""
+    functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+    tool_calls = [{"type": "function", "function": function} for function in functions]
+    return {"role": "assistant", "content": "", "tool_calls": tool_calls}

@@ -332,7 +332,7 @@ class LearnerService:
         self.status.say("loading the model")
         try:
             from_path = str(resumed.path) if resumed else model_path
-            keeps_samples = self.settings.samples.keep
+            keeps_samples = bool(self.settings.samples.keep)
             # The seed of the configuration may have changed since.
             seed = self.ledger.rules.seed
             self.training = await open_training(

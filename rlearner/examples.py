@@ -30,6 +30,7 @@ EXAMPLES: Final = {
     "rlearner new": [
         "rlearner new lakes     # then: cd lakes && rlearner up lakes.yaml",
         "rlearner new sums --kind qa",
+        "rlearner new shop --kind tools",
     ],
     "rlearner doctor": ["rlearner doctor", "rlearner doctor configs/code.yaml --json"],
     "rlearner plan": [

@@ -26,6 +26,21 @@ END_OF_TURN: Final = "<|im_end|>"
 LAYERS: Final = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 CHARACTERS: Final = string.ascii_letters + string.digits + string.punctuation + " \n"
 
+# Tools are shown as name(parameter, …), calls are JSON, and results are messages of the user.
+_TEMPLATE: Final = (
+    "{%- if tools %}{{- open('system') }}{%- for tool in tools %}"
+    "{%- set parameters = (tool['function']['parameters'] or {})['properties'] | default({}) %}"
+    "{{- tool['function']['name'] + '(' + parameters | join(', ') + ')\\n' }}"
+    "{%- endfor %}{{- close }}{%- endif %}"
+    "{%- for message in messages %}"
+    "{{- open('user' if message['role'] == 'tool' else message['role']) }}"
+    "{{- message['content'] or '' }}"
+    "{%- if message['tool_calls'] %}"
+    "{%- set calls = message['tool_calls'] | map(attribute='function') | list %}"
+    "{{- (calls if calls | length > 1 else calls[0]) | tojson }}"
+    "{%- endif %}{{- close }}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- open('assistant') }}{%- endif %}"
+)
 # One token opens a message and names its role, so that a turn costs the small model as few tokens
 # as possible.
 _CHARS_SPECIAL: Final = (
@@ -37,16 +52,13 @@ _CHARS_SPECIAL: Final = (
     "<|im_assistant|>",
 )
 _CHARS_TEMPLATE: Final = (
-    "{%- for message in messages %}{{- '<|im_' + message['role'] + '|>' + message['content'] + "
-    "'<|im_end|>' }}"
-    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_assistant|>' }}{%- endif %}"
+    "{%- macro open(role) %}{{- '<|im_' + role + '|>' }}{%- endmacro %}"
+    "{%- set close = '<|im_end|>' %}" + _TEMPLATE
 )
 _BPE_SPECIAL: Final = (PAD, "<|im_start|>", END_OF_TURN)
 _BPE_TEMPLATE: Final = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}{%- "
-    "endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
+    "{%- macro open(role) %}{{- '<|im_start|>' + role + '\\n' }}{%- endmacro %}"
+    "{%- set close = '<|im_end|>\\n' %}" + _TEMPLATE
 )
 
 

@@ -69,6 +69,7 @@ class Member:
         pausing: set while the operator wants a pause.
         desired: what the operator wants: running, paused, draining or stopped.
         spans: what the process does, for the timeline; reported with the metrics.
+        logger: whose warnings are announced.
     """
 
     bus: Bus
@@ -81,6 +82,7 @@ class Member:
     renewed: asyncio.Event = field(default_factory=asyncio.Event)
     desired: str = "running"
     spans: SpanRecorder = field(default_factory=SpanRecorder)
+    logger: logging.Logger = field(default_factory=logging.getLogger)
     _announcer: Announcer | None = None
     _describe: Callable[[], wire.Presence] = field(init=False)
     _reporting: asyncio.Task[None] | None = None
@@ -112,7 +114,7 @@ class Member:
         """Announce this process and its newest warning; a second call replaces the description."""
         self._describe = describe
         if self._announcer is None:
-            logging.getLogger().addHandler(self._warning)
+            self.logger.addHandler(self._warning)
             self._announcer = Announcer(
                 self.bus,
                 lambda: msgspec.structs.replace(
@@ -182,7 +184,7 @@ class Member:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        logging.getLogger().removeHandler(self._warning)
+        self.logger.removeHandler(self._warning)
         if self._announcer is not None:
             await self._announcer.close()
             self.stop.health.set("starting", f"left run {self.bus.run}")

@@ -197,8 +197,8 @@ class Environment:
         """
         raise NotSupported(f"environment {type(self).__name__} draws no pictures")
 
-    def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
-        """Return the text that an imperfect solver would send now.
+    def demonstrate(self, rng: np.random.Generator, noise: float) -> str | Sequence[ToolCall]:
+        """Return the text that an imperfect solver would send now, or the tool calls.
 
         Args:
             rng: the only source of randomness.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,14 +18,19 @@ from envhub.envs.base import Frame, NotSupported, Split, StepResult, can_render
 if TYPE_CHECKING:
     from PIL.Image import Image
     from PIL.ImageDraw import ImageDraw
+    from PIL.ImageFont import FreeTypeFont
 
 FRAME_MS: Final = 350
 # before the picture starts again from the beginning
 LAST_FRAME_MS: Final = 1500
-LINE_PX: Final = 14
+LINE_PX: Final = 16
+FONT_PX: Final = 12
 MARGIN_PX: Final = 6
 # a caption of about 35 characters
-MIN_WIDTH_PX: Final = 200
+MIN_WIDTH_PX: Final = 240
+# of the line that says how the episode ended
+SOLVED_COLOUR: Final = "#1a7f37"
+FAILED_COLOUR: Final = "#cf222e"
 
 
 def write_gif(
@@ -57,15 +63,13 @@ def write_gif(
         raise NotSupported(f"environment {selected_domain.environment.__name__} draws no pictures")
     environment = selected_domain.make()
     environment.reset(task_index, split, seed)
-    pictures = [_captioned_picture(environment.render_frame(), [title, "start", ""])]
+    pictures = [_captioned_picture(environment.render_frame(), [title, "start", ""], "black")]
     for turn, action in enumerate(actions, start=1):
         step: Any = environment.step(action)
-        caption = [
-            title,
-            f"turn {turn}: {action}",
-            outcome(step, is_last=turn == len(actions)),
-        ]
-        pictures.append(_captioned_picture(environment.render_frame(), caption))
+        is_last = turn == len(actions)
+        caption = [title, f"turn {turn}: {action}", outcome(step, is_last=is_last)]
+        colour = _choose_colour(step, is_last=is_last)
+        pictures.append(_captioned_picture(environment.render_frame(), caption, colour))
         if step.done:
             break
     environment.close()
@@ -87,8 +91,18 @@ def outcome(step: StepResult, *, is_last: bool) -> str:
     return ", ".join(parts)
 
 
-def _captioned_picture(frame: Frame, caption: Sequence[str]) -> Image:
-    """Return the picture below its caption, whose lines are cut to the picture's width."""
+def _choose_colour(step: StepResult, *, is_last: bool) -> str:
+    if step.success:
+        return SOLVED_COLOUR
+    return FAILED_COLOUR if step.done or is_last else "black"
+
+
+def _captioned_picture(frame: Frame, caption: Sequence[str], colour: str) -> Image:
+    """Return the picture below its caption, whose lines are cut to the picture's width.
+
+    Args:
+        colour: of the last line.
+    """
     from PIL import Image, ImageDraw
 
     picture = Image.fromarray(frame)
@@ -97,12 +111,22 @@ def _captioned_picture(frame: Frame, caption: Sequence[str]) -> Image:
     whole = Image.new("RGB", (width, picture.height + top), "white")
     whole.paste(picture, ((width - picture.width) // 2, top))
     draw = ImageDraw.Draw(whole)
+    draw.font = load_font()
+    colours = ["black"] * (len(caption) - 1) + [colour]
     for number, line in enumerate(caption):
-        # Pillow's built-in font has hardly any other characters
-        text = " ".join(line.split()).encode("ascii", "replace").decode()
-        text = _cut_text(draw, text, width - 2 * MARGIN_PX)
-        draw.text((MARGIN_PX, MARGIN_PX // 2 + LINE_PX * number), text, fill="black")
+        text = _cut_text(draw, " ".join(line.split()), width - 2 * MARGIN_PX)
+        place = (MARGIN_PX, MARGIN_PX // 2 + LINE_PX * number)
+        draw.text(place, text, fill=colours[number])
     return whole
+
+
+@cache
+def load_font() -> FreeTypeFont:
+    """Return the font of matplotlib's charts, which has the characters that Pillow's own lacks."""
+    from matplotlib import get_data_path
+    from PIL import ImageFont
+
+    return ImageFont.truetype(f"{get_data_path()}/fonts/ttf/DejaVuSans.ttf", FONT_PX)
 
 
 def _cut_text(draw: ImageDraw, text: str, width_px: int) -> str:

@@ -74,10 +74,10 @@ class EnvironmentWorker:
         reference = returned.text("after reset, reference", self._environment.reference)
         row = returned.row("after reset, row", self._environment.row)
         return protocol.FirstObservation(
-            observation.text,
-            observation.anchor,
-            prompt,
-            reference,
+            text=observation.text,
+            anchor=observation.anchor,
+            prompt=prompt,
+            reference=reference,
             row=row,
             history=observation.history,
         )

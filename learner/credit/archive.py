@@ -67,9 +67,15 @@ class SampleArchive:
         self._file = -1
         self._size = 0
         self._frames = 0
+        self.first_seq = 0  # of the open file
         self._finished_files: list[int] = []  # files left since the last sync
         private_folder(folder)
         truncate_after(folder, position)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the next record begins a file."""
+        return self._file < 0 or self._size >= self._max_file_bytes or self._frames >= MAX_FRAMES
 
     def append(self, record: LogRecord, record_digest: str) -> None:
         """Append a record with its digest; after an error, call again to overwrite the same place.
@@ -77,7 +83,7 @@ class SampleArchive:
         Raises:
             OSError: if the folder cannot be written.
         """
-        if self._file < 0 or self._size >= self._max_file_bytes or self._frames >= MAX_FRAMES:
+        if self.is_full:
             path = self._folder / f"{record.seq:012d}{SUFFIX}"
             new_file = open_private(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             if self._file >= 0:
@@ -85,6 +91,7 @@ class SampleArchive:
             self._file = new_file
             self._size = 0
             self._frames = 0
+            self.first_seq = record.seq
         header = _HEADER.pack(
             MAGIC, record.seq, record.ticket, len(record.data), bytes.fromhex(record_digest)
         )
@@ -129,7 +136,7 @@ def mark_paused(folder: Path, position: int) -> None:
         OSError: if the folder cannot be written.
     """
     files = archive_files(folder)
-    if not files or any(first > files[-1][0] for first in _pause_marks(folder)):
+    if not files or any(first > files[-1][0] for first in pause_marks(folder)):
         return
     with files[-1][1].open("rb") as file:
         end, last = _skip_frames(file, sys.maxsize)
@@ -144,12 +151,12 @@ def paused_ranges(folder: Path) -> list[tuple[int, int]]:
     starts = [first for first, _ in archive_files(folder)]
     ends = {
         first: min((start for start in starts if start >= first), default=sys.maxsize)
-        for first in _pause_marks(folder)
+        for first in pause_marks(folder)
     }
     return sorted((first, end - 1) for first, end in ends.items())
 
 
-def _pause_marks(folder: Path) -> dict[int, Path]:
+def pause_marks(folder: Path) -> dict[int, Path]:
     return {int(path.stem): path for path in folder.glob(f"*{PAUSED}") if path.stem.isdecimal()}
 
 
@@ -159,7 +166,7 @@ def truncate_after(folder: Path, position: int) -> None:
     Of the files that begin at or before it, only the newest is cut: readers ignore the others'
     overlap.
     """
-    for first, path in _pause_marks(folder).items():
+    for first, path in pause_marks(folder).items():
         if first > position:
             path.unlink()
     for first, path in reversed(archive_files(folder)):
@@ -207,8 +214,16 @@ def find_frame(folder: Path, seq: int) -> ArchiveFrame | None:
     return next(select_frames(folder, [seq]), None)
 
 
+def _open_file(path: Path) -> BinaryIO:
+    """Open a file, or an empty one if the learner has just removed it (``samples.keep``)."""
+    try:
+        return path.open("rb")
+    except FileNotFoundError:
+        return Path(os.devnull).open("rb")
+
+
 def _pick_from(path: Path, seqs: set[int]) -> Iterator[ArchiveFrame]:
-    with path.open("rb") as file:
+    with _open_file(path) as file:
         size = os.fstat(file.fileno()).st_size
         position = 0
         while (
@@ -252,8 +267,8 @@ def read_header(data: bytes) -> tuple[int, int, int, bytes] | None:
 
 def _frames_of(path: Path, start: int, *, is_last: bool) -> Iterator[ArchiveFrame]:
     """Yield the frames of one file from record ``start`` on."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
+    with _open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
         first_header = read_header(file.read(_HEADER.size))
         if first_header is not None and first_header[0] != int(path.stem):
             yield ArchiveFrame(

@@ -15,6 +15,7 @@ from learner.algorithm.token_figures import StepTokens
 from learner.config import SamplesSection
 from learner.credit import archive, ledger_file, ledger_segments
 from learner.credit.archive import SampleArchive
+from learner.credit.archive_trim import BoundedArchive, max_groups
 from learner.credit.ledger import Action, Ledger, LedgerEntry, RulesUpdate, TicketEnd
 from learner.credit.ledger_file import LedgerLine, LedgerLineBuilder, digest_record
 from learner.credit.record_intake import RecordIntake, version_bounds
@@ -58,9 +59,16 @@ class LedgerRecorder:
         self._tokens: TokenFiles | None = None
         place = folder / archive.FOLDER
         position = ledger.state.position
-        if samples.keep:
-            self._archive = SampleArchive(place, position, int(samples.max_file_mib * 2**20))
-            self._tokens = TokenFiles(place, ledger.state.version)
+        keep_steps = 0
+        max_bytes = int(samples.max_file_mib * 2**20)
+        if samples.keep is True:
+            self._archive = SampleArchive(place, position, max_bytes)
+        elif samples.keep:
+            self._archive = BoundedArchive(place, position, max_bytes, samples.keep)
+            # The oldest and the newest step may have groups that are not kept.
+            keep_steps = 2 + max_groups(samples.keep) // ledger.rules.groups_per_step
+        if self._archive is not None:
+            self._tokens = TokenFiles(place, ledger.state.version, keep_steps)
         else:
             archive.mark_paused(place, position)
 
@@ -144,7 +152,8 @@ class LedgerRecorder:
     async def _archive_record(
         self, archive: SampleArchive, entry: LogRecord, record_digest: str
     ) -> None:
-        if len(entry.data) > AT_ONCE_BYTES:
+        # A file that begins may remove others.
+        if len(entry.data) > AT_ONCE_BYTES or archive.is_full:
             await self._disk_retry.in_thread(archive.append, entry, record_digest)
             return
 

@@ -46,13 +46,16 @@ class TokenFiles:
     Args:
         archive: ``runs/<name>/samples``.
         step: of the resumed ledger; files of later steps, which are repeated, are removed.
+        keep_steps: newest steps whose files are kept; 0: all.
     """
 
-    def __init__(self, archive: Path, step: int) -> None:
+    def __init__(self, archive: Path, step: int, keep_steps: int = 0) -> None:
         self._folder = archive / FOLDER
+        self._keep_steps = keep_steps
         self._failed = False
+        oldest = step - (keep_steps or step)
         for path in self._folder.glob(f"*{SUFFIX}"):
-            if not path.stem.isdecimal() or int(path.stem) > step:
+            if not path.stem.isdecimal() or not oldest < int(path.stem) <= step:
                 path.unlink()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="token-files")
 
@@ -78,6 +81,8 @@ class TokenFiles:
                 file_of(self._folder.parent, step),
                 msgspec.msgpack.encode(StoredStep(step, tickets)),
             )
+            if self._keep_steps:
+                file_of(self._folder.parent, step - self._keep_steps).unlink(missing_ok=True)
         except (OSError, UserError) as error:
             if not self._failed:
                 log.warning("entropy and importance ratio per token are not kept: %s", error)

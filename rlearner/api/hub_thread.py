@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,6 +20,8 @@ from rewardhub.service import RewardhubService
 HUB: Final = "caller-1"
 POLL_S: Final = 0.1
 CLOSE_S: Final = 15.0
+# Without a handler, Python prints warnings of lost connections, as at the run's end.
+QUIET: Final = logging.NullHandler()
 
 
 class HubThread:
@@ -49,6 +52,7 @@ class HubThread:
         self._thread = threading.Thread(target=self._work, name="reward-hub", daemon=True)
 
     def start(self) -> None:
+        logging.getLogger("broker").addHandler(QUIET)
         self._thread.start()
 
     def close(self) -> None:
@@ -78,6 +82,8 @@ class HubThread:
         url = await unless_stopped(self._stop, self._wait_for_address())
         options = parser().parse_args(["--broker", url, "--run", self._run, "--id", HUB])
         async with join("rewardhub", options, self._stop) as member:
+            # The root logger is the program's: with a handler there, its own setup would do nothing.
+            member.logger = logging.getLogger("rewardhub")
 
             def report(name: str, error: BaseException) -> None:
                 self._report_failure(name, error)

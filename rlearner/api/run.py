@@ -9,7 +9,7 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
-from broker.errors import RlearnerError, UserError
+from broker.errors import ConfigError, RlearnerError, UserError
 from broker.settings.config import UserSettings
 from broker.settings.run_settings import stored_value
 from broker.settings.runspec import check_settings, load
@@ -64,12 +64,10 @@ class Run:
         self._path = "" if self._config is not None else os.fspath(config)  # type: ignore[arg-type]
         settings: UserSettings
         if self._config is not None:
-            own = plain_value(sections, "settings")
-            run = {**(self._config.get("run") or {}), **(own.get("run") or {})}
-            settings = name_run({"run": run}, "python")
+            settings = name_run({"run": _run_section(self._config, sections)}, "python")
         else:
             settings = name_run(load(self._path, self._overrides), self._path)
-        self.name = str(settings["run"]["name"])
+        self.name = str(_run_section(settings)["name"])
         parent = Path(str(stored_value(settings, "run", "dir") or "runs"))
         self.folder = parent.absolute() / self.name
         self._command: FollowedCommand | None = None
@@ -104,6 +102,8 @@ class Run:
         """
         if self.is_running:
             raise UserError(f"run {self.name} is running here already; wait for it, or stop it")
+        with suppress(RlearnerError):
+            self._finish()
         with ExitStack() as stack:
             stack.enter_context(removed_on_failure(self.folder))
             path = self._write_files()
@@ -222,3 +222,18 @@ class Run:
             if isinstance(domain, dict) and (missing := self._rewards.missing_in(domain)):
                 changed[name] = {"rewards": [*(domain.get("rewards") or []), *missing]}
         return format_overrides({"domains": changed}) if changed else []
+
+
+def _run_section(*configs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section ``run``, of which later configurations replace values.
+
+    Raises:
+        ConfigError: if it is not a mapping.
+    """
+    merged: dict[str, Any] = {}
+    for config in configs:
+        section = config.get("run") or {}
+        if not isinstance(section, Mapping):
+            raise ConfigError("run", section, "expected a mapping")
+        merged |= plain_value(section, "run")
+    return merged

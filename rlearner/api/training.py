@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Any, Final
 
+from broker.errors import UserError
 from broker.settings.config import UserSettings
 from rlearner.api.plain_values import read_dataset
 from rlearner.api.reward_functions import Reward
 from rlearner.api.run import DATA_FILE, Run
+from rlearner_text.rows.columns import Row, column_value
+from rlearner_text.rows.reading import read_rows
 
 DOMAIN: Final = "main"
 TINY: Final = "tiny"
@@ -33,8 +37,7 @@ TINY_SETTINGS: Final[Mapping[str, Any]] = {
 TINY_DOMAIN: Final[Mapping[str, Any]] = {"max_context_tokens": 256, "sampling": {"max_tokens": 16}}
 # Columns by which data sets call them, the first ones are those of ``qa``.
 QUESTIONS: Final = ("question", "prompt", "problem")
-ANSWERS: Final = ("answer", "ground_truth", "solution")
-VERL_ANSWER: Final = "reward_model.ground_truth"
+ANSWERS: Final = ("answer", "ground_truth", "solution", "reward_model.ground_truth")
 
 
 def train(
@@ -66,7 +69,9 @@ def train(
     rows = None
     if isinstance(dataset, (str, os.PathLike)):
         path = os.fspath(dataset)
-        data: Mapping[str, str] = {"path": os.path.abspath(path) if os.path.exists(path) else path}
+        is_here = os.path.exists(path)  # else a name on the hub
+        data = {"path": os.path.abspath(path) if is_here else path}
+        data |= _find_columns(_first_row(path)) if is_here else {}
     else:
         rows = read_dataset(dataset)
         data = {"path": f"${{here}}/{DATA_FILE}", **_find_columns(rows[0])}
@@ -76,11 +81,20 @@ def train(
     return run.up().wait()
 
 
+def _first_row(path: str) -> Row:
+    """Return the first row of a data set on disk; empty if ``qa`` is to say why there is none."""
+    with suppress(UserError):
+        return next((row for _, row in read_rows(path)), {})
+    return {}
+
+
 def _find_columns(row: Mapping[str, Any]) -> dict[str, str]:
     """Return the columns with question and answer; an empty answer: the rows have none."""
-    model = row.get("reward_model")
-    verl = VERL_ANSWER if isinstance(model, Mapping) and "ground_truth" in model else ""
+    if not row:
+        return {}
+    columns = dict(row)
+    answers = (name for name in ANSWERS if name in row or column_value(columns, name) is not None)
     return {
         "question": next((name for name in QUESTIONS if name in row), QUESTIONS[0]),
-        "answer": next((name for name in ANSWERS if name in row), verl),
+        "answer": next(answers, ""),
     }

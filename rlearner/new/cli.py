@@ -19,6 +19,7 @@ from broker.system.visible_text import visible_json
 KINDS: Final[Mapping[str, tuple[str, ...]]] = {
     "game": ("environment.py", "reward.py"),
     "qa": ("questions.jsonl", "reward.py"),
+    "tools": ("environment.py", "reward.py"),
     "agent": ("agent.py",),
 }
 # Git would apply a .gitignore to the template itself.
@@ -31,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
     """Add ``new NAME``."""
     text = (
         "make a project folder that runs at once: a configuration, tests, and a game, questions "
-        "from a file or an agent program"
+        "from a file, functions to call or an agent program"
     )
     parser = subparsers.add_parser("new", help=text, description=text)
     parser.add_argument("name", metavar="NAME", help="of the new folder: letters, digits, _ and -")
@@ -39,8 +40,8 @@ def add_parser(subparsers: Any) -> None:
         "--kind",
         choices=list(KINDS),
         default="game",
-        help="a game of several turns, questions and answers from a file, or a program that uses "
-        "OpenAI's protocol (%(default)s)",
+        help="a game of several turns, questions and answers from a file, Python functions that "
+        "the policy calls, or a program that uses OpenAI's protocol (%(default)s)",
     )
     add_json(parser)
     parser.set_defaults(run=run_new)

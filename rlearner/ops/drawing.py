@@ -10,6 +10,7 @@ from typing import Any
 
 from broker.errors import UserError
 from broker.system.visible_text import visible_json
+from learner.evaluation.pass_at_k import success_interval
 from learner.reporting.metrics import read_lines, step_of
 from learner.reporting.showcase import render_episode
 from learner.run_folder import find_run
@@ -50,7 +51,9 @@ def baseline_rates(lines: list[Row]) -> dict[str, float]:
 def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
     """Draw reward above and success rates below, by step; of several domains each as a thin curve.
 
-    Return ``out``, or None if there is nothing to draw.
+    Curves of training are smoothed, above pale ones of each step; held-out tasks have the 95 %
+    intervals of the evaluations next to ``out``. Return ``out``, or None if there is nothing to
+    draw.
     """
     if not lines:
         return None
@@ -76,6 +79,10 @@ def draw_rewards(run: str, lines: list[Row], out: Path) -> Path | None:
         linewidth=2,
         marker="o",
     )
+    intervals = evaluation_intervals(out.parent)
+    lows = [low for low, _ in intervals.values()]
+    highs = [high for _, high in intervals.values()]
+    below.vlines(list(intervals), lows, highs, color="tab:green", alpha=0.5)
     names = domains_of(lines)
     if len(names) == 1:  # its curves would hide those of the whole run
         names = []
@@ -123,8 +130,30 @@ def domains_of(lines: list[Row]) -> list[str]:
 def _plot_points(
     axes: Any, points: tuple[list[int], list[float]], label: str, **style: Any
 ) -> None:
-    if points[0]:
-        axes.plot(*points, label=label, **style)
+    steps, values = points
+    is_training = "marker" not in style
+    if is_training and (smoothed := smooth_curve(values)) != values:
+        axes.plot(steps, values, label=f"_{label}", **style | {"alpha": 0.25, "linewidth": 1})
+        values = smoothed
+    if steps:
+        axes.plot(steps, values, label=label, **style)
+
+
+def smooth_curve(values: list[float]) -> list[float]:
+    """Return the mean around each value, over a tenth of the curve; fewer at its ends."""
+    reach = len(values) // 20
+    windows = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
+    return [sum(window) / len(window) for window in windows]
+
+
+def evaluation_intervals(folder: Path) -> dict[int, tuple[float, float]]:
+    """Return the 95 % interval of the actor's success on held-out tasks, by step."""
+    intervals = {}
+    for path in sorted((folder / "evals").glob("actor-step-*.jsonl")):
+        tries = [row["success"] for row in read_lines(path) if row.get("success")]
+        if tries:
+            intervals[int(path.stem.rsplit("-", 1)[1])] = success_interval(tries)
+    return intervals
 
 
 def pick_task(first_rows: list[Row], last_rows: list[Row]) -> tuple[Row, Row] | None:

@@ -43,7 +43,7 @@ def summarize_run(settings: RunSettings, name: str) -> list[str]:
         "evaluation": _describe_evaluation(settings),
         "kept": [
             _describe_interval("checkpoints", settings.checkpoint.every_steps),
-            "all samples" if settings.samples.keep else "no samples (samples.keep)",
+            _describe_keep(settings.samples.keep),
         ],
     }
     return _lines(entries)
@@ -101,6 +101,14 @@ def _describe_evaluation(settings: RunSettings) -> list[str]:
         episodes = f" x {own.group_size} episodes" if own.group_size > 1 else ""
         parts.append(f"{own.tasks} tasks of {name}{episodes}")
     return parts
+
+
+def _describe_keep(keep: bool | int) -> str:
+    if keep is True:
+        return "all samples"
+    if keep is False:
+        return "no samples (samples.keep)"
+    return f"samples of the newest {_count(keep, 'group')}"
 
 
 def _describe_interval(what: str, every_steps: int) -> str:

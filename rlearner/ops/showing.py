@@ -20,6 +20,7 @@ from broker.settings.schema.model import ModelSection
 from broker.system.visible_text import visible, visible_json
 from learner.algorithm.token_figures import TokenFigures
 from learner.credit import archive
+from learner.credit.archive_trim import missing_reason
 from learner.credit.token_files import read_figures
 from learner.reporting.transcripts import decode_tokens, load_tokenizer
 from learner.run_folder import RunPlace, connect_run, find_run
@@ -69,10 +70,8 @@ async def _find_record(options: argparse.Namespace, place: RunPlace, seq: int) -
     async with connect_run(options, place.name, place.folder) as (bus, problem):
         message = await peek_message(bus, SAMPLES, seq) if bus else None
     if message is None:
-        text = (
-            f"record {seq} of ticket {options.group} is "
-            "neither in the archive (samples.keep) nor in the broker's log"
-        )
+        reason = missing_reason(place.folder / archive.FOLDER, seq)
+        text = f"record {seq} of ticket {options.group} is {reason}; nor is it in the broker's log"
         raise UserError(f"{text}: {problem}" if problem else text)
     return message.record
 

@@ -14,6 +14,7 @@ from broker.jetstream.bus import LogRecord
 from broker.jetstream.stored_message import peek_message
 from broker.system.visible_text import visible, visible_json
 from learner.credit import archive, ledger_file, ledger_segments
+from learner.credit.archive_trim import missing_reason
 from learner.reporting.metrics import read_lines
 from learner.run_folder import RunPlace, connect_run, find_run
 from rlearner.ops.trace_text import text_of
@@ -61,7 +62,7 @@ async def _find_record(
         return message.record, message.time, "the broker's log"
     if frame is not None:
         return frame.record(), "", "the archive"
-    source = "neither in the archive (samples.keep) nor in the broker's log"
+    source = f"{missing_reason(folder / archive.FOLDER, seq)}; nor is it in the broker's log"
     return None, "", f"{source}: {problem}" if problem else source
 
 

@@ -15,6 +15,7 @@ from broker.settings.run_settings import RunSettings
 from learner.checkpoints import checkpoint
 from learner.consumer import RecordConsumer
 from learner.credit import archive
+from learner.credit.archive_trim import missing_reason
 from learner.credit.ledger import Ledger
 from learner.reporting.metrics import count_tickets, finite_values
 from learner.training import TrainingThread
@@ -127,4 +128,5 @@ class ReplayTraining:
 
     def _missing(self, seq: int) -> UserError:
         step = self.ledger.state.version + 1
-        return UserError(f"{self._samples}: record {seq} is missing, and step {step} needs it")
+        reason = missing_reason(self._samples, seq)
+        return UserError(f"{self._samples}: record {seq}, which step {step} needs, is {reason}")

@@ -12,6 +12,7 @@ from broker.settings.run_settings import RunSettings
 from learner.checkpoints import checkpoint
 from learner.checkpoints.checkpoint import Checkpoint
 from learner.credit import archive
+from learner.credit.archive_trim import missing_reason
 from learner.credit.ledger import Ledger, RulesUpdate
 from learner.credit.record_intake import rules_change
 from learner.credit.ticket_rules import TicketRules
@@ -40,10 +41,11 @@ def find_start(folder: Path, settings: RunSettings, step: int) -> ReplayStart:
     """Return the start at ``step``, or for 0 at the beginning of the run.
 
     Raises:
-        UserError: if the run kept no records, has no checkpoint of that step, or its initial
-            weights or rules are gone.
+        UserError: if the run kept no records, or not those that a replay from there needs, has no
+            checkpoint of that step, or its initial weights or rules are gone.
     """
-    if not archive.archive_files(folder / archive.FOLDER):
+    files = archive.archive_files(folder / archive.FOLDER)
+    if not files:
         raise UserError(
             f"{folder / archive.FOLDER}: no records to replay; "
             "a run keeps them with samples.keep=true"
@@ -57,6 +59,11 @@ def find_start(folder: Path, settings: RunSettings, step: int) -> ReplayStart:
         starts = _describe_starts(folder, settings, sorted(checkpoints))
         raise UserError(f"--from {step}: no checkpoint of step {step} is kept; {starts}")
     ledger = Ledger.load(checkpoints[step].ledger)
+    seqs = [entry.seq for entry in ledger.arrived]
+    first_seq = min(seqs, default=ledger.state.position + 1)
+    if first_seq < files[0][0]:
+        reason = missing_reason(folder / archive.FOLDER, first_seq)
+        raise UserError(f"--from {step}: record {first_seq}, which it needs, is {reason}")
     return ReplayStart(first_weights(folder, settings), checkpoints[step], ledger)
 
 
@@ -101,4 +108,5 @@ def _first_rules(samples: Path) -> TicketRules:
         update = rules_change(message).record
         if isinstance(update, RulesUpdate):
             return update.rules
-    raise UserError(f"{samples}: record 1, which sets the run's rules, is missing")
+    reason = missing_reason(samples, 1)
+    raise UserError(f"{samples}: record 1, which sets the run's rules, is {reason}")

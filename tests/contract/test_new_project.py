@@ -22,9 +22,10 @@ COMMON = {"digits.yaml", "test_project.py", "README.md", ".gitignore"}
 FILES = {
     "game": COMMON | {"environment.py", "reward.py"},
     "qa": COMMON | {"questions.jsonl", "reward.py"},
+    "tools": COMMON | {"environment.py", "reward.py"},
     "agent": COMMON | {"agent.py"},
 }
-PASSED = {"game": 4, "qa": 7, "agent": 22}
+PASSED = {"game": 4, "qa": 7, "tools": 11, "agent": 22}
 Make = Callable[[str], Path]
 
 
@@ -78,6 +79,7 @@ def test_its_files_name_it_and_its_own_tests_pass(kind: str, make: Make) -> None
     [
         ("game", "reward.py", "sample.num_turns", "sample.turns", 1),
         ("qa", "reward.py", ".lower() ==", " ==", 1),
+        ("tools", "environment.py", "valid=False, metrics", "metrics", 1),
         ("agent", "agent.py", '"Higher."', '"Up."', 16),
     ],
 )
@@ -97,6 +99,7 @@ def test_what_a_user_breaks_fails_its_tests(
     [
         ("game", ["warm_start.steps=2"], "reward_parts/quick/turns/mean"),
         ("qa", ["warm_start.steps=2", "algorithm.filter_zero_variance=false"], "reward_parts/right/mean"),
+        ("tools", ["warm_start.steps=100", "algorithm.filter_zero_variance=false"], "env/calls"),
         ("agent", ["algorithm.filter_zero_variance=false"], "env/guesses"),
     ],
 )  # fmt: skip
@@ -110,6 +113,8 @@ def test_it_trains_from_any_folder(kind: str, quick: list[str], metric: str, mak
     assert metric in rows[-1]
     if kind == "game":
         assert rows[-1][metric] < 0
+    if kind == "tools":
+        assert all(row[metric] > 0 and row["actor/grad_norm"] > 0 for row in rows)
 
 
 def test_an_unknown_kind_is_refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -46,10 +47,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[rlearner.Run, lis
     """
     responses: list[str] = []
     threads: set[str] = set()
+    handlers: set[str] = set()
 
     def brevity(sample: Sample) -> float:
         responses.append(sample.response)
         threads.add(threading.current_thread().name)
+        handlers.update(type(handler).__name__ for handler in logging.getLogger().handlers)
         return -float(len(sample.response)) - 0.25 * len(responses) % 3
 
     def letters(completions: list[str], answer: list[str], **columns: object) -> list[float]:
@@ -63,6 +66,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[rlearner.Run, lis
     with contextlib.chdir(tmp_path_factory.mktemp("python")):
         run = asyncio.run(cell())
     assert threads == {"reward-functions"}
+    assert "RecentWarning" not in handlers
     return run, responses, num_children() - num_processes
 
 

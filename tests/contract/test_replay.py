@@ -142,7 +142,7 @@ def test_what_is_not_there_is_said_in_one_line(
     archive.truncate_after(copied / archive.FOLDER, 13)
     code, _, err = replay(capsys, copied, "--from", "0", "--to", "4")
     assert (code, err.count("\n")) == (2, 1)
-    assert "record 14 is missing, and step 4 needs it" in err
+    assert "record 14, which step 4 needs, is not in the archive (samples.keep)" in err
     shutil.rmtree(copied / archive.FOLDER)
     code, _, err = replay(capsys, copied, "--from", "0", "--to", "4")
     assert code == 2

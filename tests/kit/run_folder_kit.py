@@ -163,7 +163,7 @@ class World:
         folder: Path,
         answer: Answer = eventful,
         *,
-        keep: bool = True,
+        keep: bool | int = True,
         segment_bytes: int = ledger_segments.MAX_BYTES,
         **more: Any,
     ) -> None:

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat
+from pydantic import (
+    BeforeValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from broker.settings.config import Section
+
+
+def _check_keep(value: Any) -> Any:
+    """Refuse what is neither a boolean nor a number, in one message for both."""
+    if isinstance(value, int) and (isinstance(value, bool) or value > 0):
+        return value
+    raise ValueError("expected true, false or a number of groups, at least 1")
 
 
 class CheckpointSection(Section):
@@ -25,7 +39,8 @@ class CheckpointSection(Section):
 class SamplesSection(Section):
     """Archive of consumed records, for trace, audit and replay without a broker."""
 
-    keep: bool = False  # archive them in the run's folder
+    # archive the newest groups, by their number, in the run's folder; true: all; false: none
+    keep: Annotated[bool | PositiveInt, BeforeValidator(_check_keep)] = 200
     max_file_mib: PositiveFloat = 256.0  # of one file of the archive
 
 

@@ -24,6 +24,7 @@ from envhub.envs.text.answers import MOVES, one_of
 
 # the player on ice, fallen in, at the goal
 PLAYER: Final = {"S": "P", "F": "P", "H": "X", "G": "*"}
+FALL_COLOUR: Final = (207, 34, 46)
 
 
 class FrozenLakeArgs(Section):
@@ -81,6 +82,16 @@ def _make_observation(
         return Observation(frame, anchor=frame)
     around = _describe_cell(lake, cell)
     return Observation(f"{frame}\n{around}" if is_first else around, anchor=frame)
+
+
+def _mark_fall(picture: Frame, size: int, cell: int) -> None:
+    """Cross out a cell: gymnasium's picture of a fall hardly differs from that of a hole."""
+    side = len(picture) // size
+    row, column = divmod(cell, size)
+    square = picture[row * side : (row + 1) * side, column * side : (column + 1) * side]
+    down, right = np.indices(square.shape[:2])
+    is_cross = np.minimum(abs(down - right), abs(down + right - side + 1)) <= side // 20
+    square[is_cross] = FALL_COLOUR
 
 
 class FrozenLake(Environment):
@@ -165,7 +176,10 @@ class FrozenLake(Environment):
             self._painter.render_mode = "rgb_array"
         self._painter.s = self._cell
         self._painter.lastaction = self._lake.lastaction
-        return np.asarray(self._painter.render(), dtype=np.uint8)
+        picture = np.array(self._painter.render(), dtype=np.uint8)
+        if self._under_player() == "H":
+            _mark_fall(picture, self.args.size, self._cell)
+        return picture
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
         best = lakes.best_moves(self.map, self._cell)

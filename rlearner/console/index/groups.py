@@ -18,6 +18,7 @@ from broker.settings.run_settings import stored_section
 from broker.settings.schema.model import ModelSection
 from learner.algorithm.token_figures import TokenFigures
 from learner.credit import archive
+from learner.credit.archive_trim import missing_reason
 from learner.credit.token_files import read_figures
 from learner.reporting.transcripts import load_tokenizer
 from rlearner.console.index import series, tickets
@@ -31,7 +32,6 @@ from rlearner.ops.tracing import describe_record, ticket_summary
 from rlearner_text.tokenizer import Tokenizer
 
 ARCHIVE: Final = "the archive"
-NOWHERE: Final = "not in the archive (samples.keep)"
 KEPT_TOKENIZERS: Final = 4
 
 _loading = threading.Lock()  # answers come from several threads
@@ -42,7 +42,8 @@ def group(connection: sqlite3.Connection, folder: Path, ticket: int) -> GroupVie
     way, record = provenance(connection, folder, ticket)
     if record is None:
         if way.seq:
-            raise UserError(f"record {way.seq} is {NOWHERE}")
+            reason = missing_reason(folder / archive.FOLDER, way.seq)
+            raise UserError(f"record {way.seq} is {reason}")
         raise UserError(f"ticket {ticket} has no record yet")
     if not isinstance(record.message, wire.Group):
         summary = describe_record(record)
@@ -96,7 +97,8 @@ def provenance(
     record = read_record(connection, folder, seq) if seq else None
     source = ARCHIVE
     if record is None:
-        source = NOWHERE if seq else "no record yet"
+        reason = missing_reason(folder / archive.FOLDER, seq)
+        source = reason if seq else "no record yet"
     summary |= {"record": {"seq": seq, "source": source, "stored_at": ""}}
     if step := summary.get("step", 0):
         time = series.time_of(connection, step)

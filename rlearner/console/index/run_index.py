@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from learner.credit.archive import FOLDER as SAMPLES_FOLDER
+from learner.credit.archive_trim import read_trim
 from rlearner.console.index import artifacts, database, records, tickets
 from rlearner.console.index.live_spans import LiveSpans
 from rlearner.console.index.steps import StepsReader
@@ -106,6 +107,8 @@ class RunIndex:
             columns.append(
                 "no trajectories: the run does not keep its records (samples.keep=true keeps them)"
             )
+        if (trim := read_trim(self.folder / SAMPLES_FOLDER)).before:
+            columns.append(f"trajectories of older groups are no longer there: {trim}")
         return columns
 
     def version(self) -> tuple[int, int]:

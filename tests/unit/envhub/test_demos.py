@@ -19,12 +19,20 @@ from envhub.demos import write_demonstrations
 from envhub.domain import load_domains
 from envhub.envs.base import NotSupported, Observation, StepResult
 from envhub.episodes.frames import first_frame, frame
-from envhub.episodes.render import MARGIN_PX, outcome, write_gif
+from envhub.episodes.render import (
+    FAILED_COLOUR,
+    MARGIN_PX,
+    SOLVED_COLOUR,
+    load_font,
+    outcome,
+    write_gif,
+)
+from learner.offline.data import load_examples
 from rlearner_text.config import TinyModel
 from rlearner_text.incremental_tokenization import Conversation
 from rlearner_text.rows.messages import check_messages
 from rlearner_text.supervised_masks import encode_supervised
-from rlearner_text.tiny import _write_tokenizer
+from rlearner_text.tiny import _write_tokenizer, tiny_tokenizer
 from rlearner_text.tokenizer import Tokenizer
 
 
@@ -168,7 +176,9 @@ def test_a_replay_is_a_picture_of_each_state(tmp_path: Path) -> None:
     out = tmp_path / "x.gif"
     assert write_gif(config(), "lake", 0, 77, list("RRDDDRLL"), str(out), title="before") == 7
     with Image.open(out) as gif:
-        assert (gif.n_frames, gif.size) == (7, (256, 304))
+        assert (gif.n_frames, gif.size) == (7, (256, 310))
+        gif.seek(6)
+        assert gif.info["duration"] == 1500
 
 
 def test_long_captions_are_cut_in_few_measurements(
@@ -186,14 +196,32 @@ def test_long_captions_are_cut_in_few_measurements(
         ImageDraw.ImageDraw, "text", lambda _draw, _place, text, **_: drawn.append(text)
     )
     out = str(tmp_path / "x.gif")
-    assert write_gif(config(), "lake", 0, 77, ["i" * 2000], out, title="two\nlines") == 2
+    assert write_gif(config(), "lake", 0, 77, ["i" * 2000], out, title="two\nlines → ü") == 2
     assert len(measured) < 40
-    assert drawn[:3] == ["two lines", "start", ""]
+    assert drawn[:3] == ["two lines → ü", "start", ""]
     action = drawn[4]
     assert action == f"turn 1: {'i' * (len(action) - 11)}..."
     draw = ImageDraw.Draw(Image.new("L", (1, 1)))
+    draw.font = load_font()
     limit_px = 256 - 2 * MARGIN_PX
     assert draw.textlength(action) <= limit_px < draw.textlength(action.replace("...", "i..."))
+
+
+@pytest.mark.parametrize(
+    ("actions", "colours"),
+    [
+        ("RRRD", ["black"] * 4 + [FAILED_COLOUR]),
+        ("RRDDDR", ["black"] * 6 + [SOLVED_COLOUR]),
+        ("RR", ["black"] * 2 + [FAILED_COLOUR]),
+    ],
+)
+def test_the_end_has_a_colour(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, actions: str, colours: list[str]
+) -> None:
+    fills: list[str] = []
+    monkeypatch.setattr(ImageDraw.ImageDraw, "text", lambda *_, fill: fills.append(fill))
+    write_gif(config(), "lake", 0, 77, list(actions), str(tmp_path / "x.gif"))
+    assert fills[2::3] == colours
 
 
 @pytest.mark.parametrize(
@@ -399,3 +427,43 @@ def test_the_digests_name_every_data_file_of_the_run(tmp_path: Path) -> None:
     assert len(set(digests.values())) == 2
     one.write_text("three")
     assert data_digests(given)[str(one)] != digests[str(one)]
+
+
+SHOP = Path(__file__).parents[3] / "rlearner" / "new" / "tools" / "environment.py"
+
+
+def test_tool_calls_are_demonstrated(tmp_path: Path) -> None:
+    """Rows in OpenAI's form, whose calls and answers are trained on and results are not."""
+    out = tmp_path / "demos.jsonl"
+    shop = {"env": f"{SHOP}:Shop", "max_turns": 3}
+    run = RunSettings.of_config({"domains": {"shop": shop}})
+    assert write_demonstrations(run, None, episodes=20, noise=0.0, out=str(out)) == 1.0
+    rows = lines(out)
+    for row in rows:
+        question, call, result, answer = row["messages"]
+        roles = [message["role"] for message in row["messages"]]
+        assert roles == ["user", "assistant", "tool", "assistant"]
+        (function,) = [each["function"] for each in call["tool_calls"]]
+        assert function["arguments"]["item"] in question["content"]
+        assert result["content"] == answer["content"]
+        assert [tool["function"]["name"] for tool in row["tools"]] == ["count", "price"]
+    tokenizer = tiny_tokenizer(TinyModel(vocab="chars"))
+    example = load_examples(out, tokenizer, 512)[0]
+    trained = [
+        token
+        for token, is_trained in zip(example.token_ids, example.loss_mask, strict=True)
+        if is_trained
+    ]
+    call, result = rows[0]["messages"][1:3]
+    called = json.dumps(call["tool_calls"][0]["function"])
+    assert tokenizer.decode(trained) == f"{called}{result['content']}"
+    noisy = write_demonstrations(run, None, episodes=200, noise=0.5, out=str(out))
+    assert 0.2 < noisy < 0.7
+
+
+def test_tool_calls_in_context_steps_are_refused(tmp_path: Path) -> None:
+    shop = {"env": f"{SHOP}:Shop", "max_turns": 3, "context": "steps"}
+    run = RunSettings.of_config({"domains": {"shop": shop}})
+    expected = "domains.shop.context: demonstrations of tool calls need whole conversations"
+    with pytest.raises(UserError, match=expected):
+        write_demonstrations(run, None, episodes=1, noise=0.0, out=str(tmp_path / "out"))

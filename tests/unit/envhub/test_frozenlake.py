@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from broker.errors import ConfigError
 from envhub.envs.games import lakes
-from envhub.envs.games.frozenlake import FrozenLake, FrozenLakeArgs
+from envhub.envs.games.frozenlake import FALL_COLOUR, FrozenLake, FrozenLakeArgs
 
 
 def lake(**kwargs: object) -> FrozenLake:
@@ -164,6 +164,17 @@ def test_pictures_follow_the_player(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (before[:64, :64] != after[:64, :64]).any()  # it left this cell
     assert (before[:64, 64:] != after[:64, 64:]).any()  # for this one
     assert (before[64:, 64:] == after[64:, 64:]).all()
+
+
+def test_a_fall_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = placed(("SF", "HG"), monkeypatch)
+    before = env.render_frame()
+    env.step("D")
+    after = env.render_frame()
+    red = (after == FALL_COLOUR).all(axis=2)
+    assert red[64:, :64].sum() > 200
+    assert red.sum() == red[64:, :64].sum()
+    assert not (before == FALL_COLOUR).all(axis=2).any()
 
 
 def test_arguments_that_leave_no_maps_are_refused() -> None:

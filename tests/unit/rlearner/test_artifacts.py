@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 from PIL import Image
 
-from rlearner.ops.drawing import domains_of, draw_rewards, metric_curve
+from rlearner.ops.drawing import (
+    domains_of,
+    draw_rewards,
+    evaluation_intervals,
+    metric_curve,
+    smooth_curve,
+)
 
 LINES: list[dict[str, Any]] = [
     {
@@ -88,3 +95,38 @@ def test_the_picture_has_the_runs_name_two_scales_and_whole_steps(
 def test_there_is_none_before_the_first_step(tmp_path: Path) -> None:
     assert draw_rewards("first", [], tmp_path / "reward.png") is None
     assert not (tmp_path / "reward.png").exists()
+
+
+def test_curves_are_smoothed_and_points_have_intervals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from matplotlib import pyplot
+
+    monkeypatch.setattr(pyplot, "close", lambda _: None)
+    lines = [{"step": step, "reward/mean": float(step % 2)} for step in range(1, 41)]
+    lines[-1] |= {"eval/success_rate": 0.5, "eval/step": 40.0}
+    (tmp_path / "evals").mkdir()
+    rows = [{"success": [number < 8]} for number in range(16)]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (tmp_path / "evals" / "actor-step-000040.jsonl").write_text(text)
+    draw_rewards("first", lines, tmp_path / "reward.png")
+    above, below = pyplot.gcf().axes
+    monkeypatch.undo()
+    pale, smoothed = above.lines
+    assert (pale.get_alpha(), list(pale.get_ydata())) == (0.25, [1.0, 0.0] * 20)
+    assert list(smoothed.get_ydata()) == smooth_curve([1.0, 0.0] * 20)
+    (interval,) = [path.vertices.tolist() for path in below.collections[0].get_paths()]
+    assert interval == [[40, pytest.approx(0.27999, abs=1e-4)], [40, pytest.approx(0.72, abs=1e-4)]]
+    pyplot.close("all")
+
+
+def test_smoothing_keeps_length_and_ends() -> None:
+    assert smooth_curve([1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0]
+    smoothed = smooth_curve([0.0, 3.0] * 10)
+    assert smoothed[:3] == [1.5, 1.0, 2.0]
+    assert len(smoothed) == 20
+    assert smooth_curve([]) == []
+
+
+def test_a_run_without_evaluations_has_no_intervals(tmp_path: Path) -> None:
+    assert evaluation_intervals(tmp_path) == {}

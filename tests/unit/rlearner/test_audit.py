@@ -19,7 +19,7 @@ import run_folder_kit as kit
 from broker.contract import wire
 from broker.errors import DataError, UserError
 from learner.checkpoints import checkpoint
-from learner.credit import archive, ledger_segments
+from learner.credit import archive, archive_trim, ledger_segments
 from learner.credit.archive import archive_files
 from learner.credit.ledger import GroupArrival, Ledger
 from learner.credit.ledger_file import LedgerLine, LedgerLineBuilder
@@ -569,3 +569,24 @@ def test_a_tap_that_is_none(tmp_path: Path) -> None:
 def test_ranges() -> None:
     assert format_ranges([3, 1, 2, 7, 9, 10]) == "1-3, 7, 9-10"
     assert format_ranges(range(0, 40, 2)) == "0, 2, 4, 6, 8, 10, 12, 14 and 12 more places"
+
+
+async def test_removed_groups_are_not_lost(tmp_path: Path) -> None:
+    """The archive keeps 3 groups; the audit says so, and still names a gap behind them."""
+    world = kit.World(tmp_path / "run", keep=3, steps=12)
+    with pytest.raises(kit.Killed):
+        await world.learn(die_at=20)
+    await world.learn()
+    report = check(world, log=True, tap=True)
+    folder = world.folder / "samples"
+    before = archive_trim.read_trim(folder).before
+    assert before > 20
+    assert (report.problems, report.lost, report.not_archived, report.ok) == ([], set(), 0, True)
+    note = f"records before {before} are no longer there: the archive keeps the newest 3 groups"
+    assert f"{note} (samples.keep)" in report.notes
+    archive_files(folder)[1][1].unlink()
+    gap = before + 1
+    assert check(world).problems == [f"the archive: records {gap} are missing"]
+    # As a power loss in the middle of a removal leaves it.
+    (folder / archive_trim.FILE).write_text(f'{{"before": {gap + 1}, "keep": 3}}')
+    assert check(world).problems == []

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import sqlite3
 import stat
@@ -19,6 +20,9 @@ import index_kit as kit
 import pytest
 import run_folder_kit as runs
 
+from broker.contract import wire
+from broker.errors import UserError
+from learner.credit.archive import read_frames
 from rlearner.console.index import database, follower
 from rlearner.console.index.answers import IndexStatus
 from rlearner.console.index.database import DatabaseDamagedError, DatabaseUnavailableError
@@ -93,6 +97,21 @@ def test_a_run_without_records_says_so(tmp_path: Path) -> None:
         )
         assert (found.steps, found.trajectories) == (runs.STEPS, 0)
         assert one.queries.provenance(1).text[-1].startswith("  duplicates")
+
+
+def test_groups_that_are_not_kept(tmp_path: Path) -> None:
+    """The index follows the removal: trajectories, and why a group has none."""
+    asyncio.run(runs.World(tmp_path / "run", keep=3, steps=12).learn())
+    folder = tmp_path / "run" / "samples"
+    kept = "the archive keeps the newest 3 groups (samples.keep)"
+    with following(tmp_path / "run") as thread:
+        status = reaches(thread, "current")
+        assert status.notes == (f"trajectories of older groups are no longer there: {kept}",)
+        records = [frame.record() for frame in read_frames(folder)]
+        groups = [record for record in records if isinstance(record.message, wire.Group)]
+        assert status.trajectories == 2 * len(groups)
+        with pytest.raises(UserError, match=f"is no longer there: {re.escape(kept)}$"):
+            thread.queries.group(1)
 
 
 def broken_header(path: Path) -> None:

@@ -49,6 +49,9 @@ def test_a_mapping_is_checked_as_a_file_is(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(rlearner.UserError, match=r"^trian: .*did you mean 'train'"):
         run.up()
     assert not (tmp_path / "kept").exists()
+    for config in ({"run": "mine"}, "quickstart"):
+        with pytest.raises(rlearner.UserError, match=r"^run: 'mine' is not allowed; expected a"):
+            rlearner.Run(config, **({"run": "mine"} if config == "quickstart" else {}))
     with pytest.raises(rlearner.UserError, match="run mine was not started here; call up"):
         run.wait()
 
