@@ -82,7 +82,7 @@ class HubThread:
         url = await unless_stopped(self._stop, self._wait_for_address())
         options = parser().parse_args(["--broker", url, "--run", self._run, "--id", HUB])
         async with join("rewardhub", options, self._stop) as member:
-            # The root logger is the program's: with a handler there, its own setup would do nothing.
+            # The root logger is the program's: a handler there would end its own setup.
             member.logger = logging.getLogger("rewardhub")
 
             def report(name: str, error: BaseException) -> None:
