@@ -196,10 +196,11 @@ class GroupScoring:
         for trajectory in self.group.trajectories:
             scored = self._add(trajectory, num_turns[trajectory.episode])
             num_turns[trajectory.episode] += len(trajectory.turns)
-            trajectories.append(scored if pools else msgspec.structs.replace(scored, messages=[]))
+            trajectories.append(scored)
         group = msgspec.structs.replace(self.group, trajectories=trajectories, pools=pools)
         if not pools:
-            group = msgspec.structs.replace(group, scores=[], row={})
+            unread = [msgspec.structs.replace(scored, messages=[]) for scored in trajectories]
+            group = msgspec.structs.replace(group, trajectories=unread, scores=[], row={})
         stream, key = (
             (EPISODES, group.pools[0])
             if group.pools

@@ -33,7 +33,4 @@ def add_turn_scores(
 
 def with_rewards(turns: Sequence[wire.Turn], rewards: Sequence[float]) -> list[wire.Turn]:
     """Return the turns with these rewards."""
-    return [
-        replace(turn, reward=reward) if turn.reward != reward else turn
-        for turn, reward in zip(turns, rewards, strict=True)
-    ]
+    return [replace(turn, reward=reward) for turn, reward in zip(turns, rewards, strict=True)]

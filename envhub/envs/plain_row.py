@@ -74,4 +74,6 @@ def _measure_column(name: str, value: object) -> int:
 def _count_items(value: object) -> int:
     if isinstance(value, dict):
         return 2 * len(value) + sum(map(_count_items, value.values()))
-    return len(value) + sum(map(_count_items, value)) if isinstance(value, list) else 0
+    if isinstance(value, list):
+        return len(value) + sum(map(_count_items, value))
+    return 0

@@ -160,7 +160,9 @@ def total_value(value: Value) -> float:
     """Return the reward that parts or turns add up to."""
     if isinstance(value, dict):
         return sum(value.values())
-    return sum(value) if isinstance(value, list) else value
+    if isinstance(value, list):
+        return sum(value)
+    return value
 
 
 def _check_numbers(value: Mapping[Any, object], noun: str) -> dict[str, float]:

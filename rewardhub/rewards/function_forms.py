@@ -217,13 +217,16 @@ def is_plain_text(sample: Sample) -> bool:
 
 def prompt_messages(sample: Sample) -> list[dict[str, Any]]:
     """Return the messages before the policy's first turn."""
-    return sample.messages[: sample.turns[0].message] if sample.turns else []
+    first = next((turn.message for turn in sample.turns), 0)
+    return sample.messages[:first]
 
 
 def completion_text(sample: Sample) -> str:
     """Return what follows the prompt: the response, or all texts of several turns, by lines."""
     texts = [str(message["content"]) for message in sample.messages[len(prompt_messages(sample)) :]]
-    return "\n".join(texts) if len(texts) > 1 else sample.response
+    if len(texts) > 1:
+        return "\n".join(texts)
+    return sample.response
 
 
 async def _await_score(result: Awaitable[object], read_score: Callable[[object], object]) -> object:

@@ -243,6 +243,11 @@ def with_tools(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(make_tokenizer_folder(tmp_path_factory.mktemp("hermes"), "hermes"))
 
 
+@pytest.fixture(scope="module")
+def without_tools(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer.load(make_tokenizer_folder(tmp_path_factory.mktemp("plain"), "plain"))
+
+
 # not as the template spaces it
 CALL = 'Let me add.\n<tool_call>\n{"arguments":  {"of": [2,3]}, "name": "add"}\n</tool_call>'
 
@@ -252,7 +257,7 @@ def calling(context: str) -> str:
 
 
 async def test_tool_calls_are_read_as_the_template_writes_them_and_kept_as_they_were_said(
-    play: Play, with_tools: Tokenizer
+    play: Play, with_tools: Tokenizer, without_tools: Tokenizer
 ) -> None:
     policy = Policy(with_tools, calling)
     played = await play(
@@ -281,8 +286,8 @@ async def test_tool_calls_are_read_as_the_template_writes_them_and_kept_as_they_
         sampling={"max_tokens": 200},
     )
     assert len(changed.trajectories) == 2  # what was not said is not trained on as if it were
-    refused = await fails(play, "calls_tools")
-    # the small model's template has no calls
+    # a template without calls
+    refused = await fails(play, "calls_tools", tokenizer=without_tools)
     assert refused.detail.endswith("HTTP Error 400: Bad Request")
 
 
