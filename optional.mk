@@ -116,8 +116,9 @@ test-options: setup
 
 # Agents of other libraries, in an environment and a folder of their own: each plays and trains five steps, some ten minutes in all.
 FRAMEWORKS := .venv-frameworks/bin
-test-frameworks: setup .venv-frameworks/ready
-	RL_FRAMEWORKS_PYTHON=$(CURDIR)/$(FRAMEWORKS)/python RL_FRAMEWORKS_MODULES=$(CURDIR)/.venv-frameworks/node_modules \
+test-frameworks: setup .venv-frameworks/ready .venv-llamaindex/ready
+	RL_FRAMEWORKS_PYTHON=$(CURDIR)/$(FRAMEWORKS)/python RL_LLAMAINDEX_PYTHON=$(CURDIR)/.venv-llamaindex/bin/python \
+		RL_FRAMEWORKS_MODULES=$(CURDIR)/.venv-frameworks/node_modules \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/frameworks -v
 
 .venv-frameworks/ready: requirements/frameworks.txt requirements/frameworks.json
@@ -126,6 +127,11 @@ test-frameworks: setup .venv-frameworks/ready
 	@cp requirements/frameworks.json .venv-frameworks/package.json
 	@npm install --prefix .venv-frameworks --no-audit --no-fund --silent
 	@touch .venv-frameworks/ready
+
+.venv-llamaindex/ready: requirements/frameworks-llamaindex.txt
+	@test -x .venv-llamaindex/bin/python || $(PYTHON) -m venv .venv-llamaindex
+	@.venv-llamaindex/bin/pip --disable-pip-version-check install --quiet -r requirements/frameworks-llamaindex.txt
+	@touch .venv-llamaindex/ready
 
 # The console in a real headless Chromium, on a run that trains: four minutes. Playwright is kept next to the environment; it brings
 # its own driver, and the browser is Debian's. SCREENSHOTS=FOLDER keeps a picture of each page.

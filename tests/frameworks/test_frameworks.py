@@ -24,6 +24,8 @@ ROOT = HERE.parents[1]
 from template_models import make_tokenizer_folder  # noqa: E402
 
 PYTHON, MODULES = os.environ.get("RL_FRAMEWORKS_PYTHON"), os.environ.get("RL_FRAMEWORKS_MODULES")
+# It needs an older openai package than the others.
+OWN_PYTHONS = {"llamaindex_agent.py": os.environ.get("RL_LLAMAINDEX_PYTHON", PYTHON)}
 STEPS = 5
 TOKENS = 16384  # smolagents' own prompts have 7,000 of this model's small tokens
 AGENTS = sorted(
@@ -105,7 +107,9 @@ def test_an_agent_plays_and_trains(name: str, model: Path, tmp_path: Path) -> No
     assert MODULES is not None
     agents = shutil.copytree(HERE / "agents", tmp_path / "agents")
     (tmp_path / "node_modules").symlink_to(MODULES)
-    ended = up([PYTHON if name.endswith(".py") else "node", str(agents / name)], model, tmp_path)
+    program = OWN_PYTHONS.get(name, PYTHON) if name.endswith(".py") else "node"
+    assert program is not None
+    ended = up([program, str(agents / name)], model, tmp_path)
     assert ended.returncode == 0, ended.stdout[-4000:]
     rows = [
         json.loads(line)
