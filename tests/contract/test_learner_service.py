@@ -214,6 +214,7 @@ async def test_what_is_left_behind(
     found = lines(config)
     assert [line["step"] for line in found] == [1, 2, 3]
     last = found[-1]
+    quantiles = {"p10": 0.0, "p50": 0.5, "p90": 1.0}  # of two zeros and two ones
     assert {name: value for name, value in last.items() if name.startswith("eval/")} == {
         "eval/success_rate": 0.5,
         "eval/reward_mean": 0.5,
@@ -223,6 +224,11 @@ async def test_what_is_left_behind(
         "eval/num_episodes": 4.0,
         "eval/num_closed": 0.0,
         "eval/domain/lake/success_rate": 0.5,
+        **{f"eval/domain/lake/episode_tokens_{name}": 3.0 for name in ("mean", *quantiles)},
+        "eval/domain/lake/reward_mean": 0.5,
+        **{f"eval/domain/lake/reward_{name}": value for name, value in quantiles.items()},
+        "eval/domain/lake/num_turns": 1.0,
+        "eval/domain/lake/clip_ratio": 0.0,
     }
     rows = [
         json.loads(line)
