@@ -1,6 +1,6 @@
 # Suites and environments beside those of the Makefile; .ci/nightly runs the suites.
 
-.PHONY: audit sbom families-vllm test-loaded peers-env test-peers test-dist test-bundle test-oldest test-backup test-trackers test-deepspeed test-checkpoints test-megatron vllm-env test-vllm test-options test-frameworks test-console test-image chaos hosts nodes test-alerts test-slurm test-systemd
+.PHONY: audit sbom families-vllm test-loaded peers-env test-peers test-dist test-bundle test-oldest test-backup test-trackers test-deepspeed test-checkpoints test-megatron vllm-env test-vllm test-options test-real-model test-frameworks test-console test-image chaos hosts nodes test-alerts test-slurm test-systemd
 
 # Known vulnerabilities of what make setup installs; fails if there is one, or if no advisory service answers.
 audit: .venv-audit/ready
@@ -113,6 +113,10 @@ test-vllm: vllm-env
 # Adapters and a critic on ranks of fsdp2 and ddp, and torch.compile, which takes a minute a variant on a CPU: five minutes.
 test-options: setup
 	RL_OPTIONS=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/unit/learner/test_train_options.py tests/contract/test_lora_ranks.py tests/contract/test_critic_ranks.py
+
+# A pretrained model learns two-digit additions, in a quarter of an hour on two idle cores (configs/arithmetic.yaml).
+test-real-model: real-model
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.real_model --only additions --out build/real_model --at-least 0.85
 
 # Agents of other libraries, in an environment and a folder of their own: each plays and trains five steps, some ten minutes in all.
 FRAMEWORKS := .venv-frameworks/bin

@@ -256,7 +256,7 @@ def whole_number(text: str) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run what is missing and report; return 2 if a run fails."""
+    """Run what is missing and report; return 2 if a run fails, 1 if it has learned too little."""
     parser = argparse.ArgumentParser(
         prog="python -m bench.real_model",
         description=__doc__,
@@ -287,6 +287,13 @@ def main(arguments: list[str] | None = None) -> int:
     add("--docs", type=Path, default=Path("docs"), help="folder of learning.md (%(default)s)")
     add("--report", action="store_true", help="run nothing: report what is there")
     add(
+        "--at-least",
+        type=float,
+        default=0.0,
+        metavar="SHARE",
+        help="exit code 1 if additions end with less success (%(default)s)",
+    )
+    add(
         "--tiny",
         action="store_true",
         help="two steps of a model with random weights, without a report",
@@ -294,11 +301,12 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.out = options.out.absolute()
     try:
-        print(json.dumps(measure(options)))
+        figures = measure(options)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return 0
+    print(json.dumps(figures))
+    return int(figures.get("success_end", 1.0) < options.at_least)
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:

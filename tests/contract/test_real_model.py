@@ -34,3 +34,10 @@ def test_a_small_run_gives_all_figures(tmp_path: Path, capfd: pytest.CaptureFixt
         )
         == 0
     )
+    bound = ["--at-least", "0.1"]
+    assert (
+        real_model.main(
+            ["--tiny", "--report", "--only", "additions", "--out", str(tmp_path), *bound]
+        )
+        == 1
+    )
