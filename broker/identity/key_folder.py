@@ -6,7 +6,8 @@
     users/PUBLIC_KEY.json    role, run and expiry of every key that the broker accepts
     tls/                     ca.pem of the broker's authority; certificate and key of each address
     authorization.conf       the same as the nats-server reads it, written whenever a user changes
-    servers/PID.MACHINE      the servers to reload then; of several hosts if they share the folder
+    servers/PID.MACHINE      the servers to reload then, of several hosts if they share the folder;
+                             as old as the authorization.conf that they have read
 
 Only its owner can enter the folder.
 """
@@ -125,9 +126,9 @@ class KeyFolder:
                 file.parent.mkdir(mode=0o700, exist_ok=True)
                 if role:
                     self._admit(BrokerUser(key.public, role, run))
-                _write_private(file, f"{key.seed}\n")
-                if role:
                     self._reload()
+                # Last: a process that was killed before has left no key that no server knows.
+                _write_private(file, f"{key.seed}\n")
         return Key.load(file)
 
     def authority(self) -> str:
@@ -210,20 +211,30 @@ class KeyFolder:
                 files.append((file, user))
         return files
 
-    def serve(self, pid: int, server_log: Path) -> None:
-        """Reload this nats-server whenever a user changes; its log says when it has."""
-        _write_private(self._note_of(pid), f"{identity_of(pid)}\n{server_log}\n")
+    def serve(self, pid: int, server_log: Path, read: int) -> None:
+        """Reload this nats-server whenever a user changes; its log says when it has.
+
+        Args:
+            read: the version of ``authorization.conf`` before the server was started.
+        """
+        note = self._note_of(pid)
+        _write_private(note, f"{identity_of(pid)}\n{server_log}\n")
+        os.utime(note, ns=(read, read))
+
+    def version(self) -> int:
+        """Return the version of ``authorization.conf``, by its time of change."""
+        return (self.path / AUTHORIZATION).stat().st_mtime_ns
 
     def _note_of(self, pid: int) -> Path:
         return self.path / "servers" / f"{pid}.{zlib.crc32(this_machine().encode()):08x}"
 
     def follow(self, pid: int) -> None:
-        """Reload this nats-server if a process of another host, which could not signal it, changed
-        the users.
+        """Reload this nats-server if it has not read the newest users: the process that changed
+        them was on another host, was killed, or did not know this server yet.
         """
         note = self._note_of(pid)
         with suppress(FileNotFoundError, ProcessLookupError):
-            if note.stat().st_mtime_ns < (self.path / AUTHORIZATION).stat().st_mtime_ns:
+            if note.stat().st_mtime_ns != self.version():
                 self._tell(note, has_new_accounts=True)
 
     def refresh(self) -> None:
@@ -264,10 +275,11 @@ class KeyFolder:
     def _tell(self, note: Path, *, has_new_accounts: bool) -> None:
         """Reload the nats-server of this machine that a note names."""
         server_log = Path(note.read_text(encoding="utf-8").partition("\n")[2].strip())
-        os.utime(note)  # newer than what it reads
+        version = self.version()
         reload_server(
             int(note.name.partition(".")[0]), server_log, has_new_accounts=has_new_accounts
         )
+        os.utime(note, ns=(version, version))
 
     @contextmanager
     def _locked(self) -> Iterator[None]:

@@ -226,6 +226,7 @@ class BrokerServer:
         )
         keys.operator()
         keys.refresh()
+        version = keys.version()
         try:
             private_folder(self.store)
             # The child inherits the lock and holds it while it lives; that of a killed parent may
@@ -250,10 +251,10 @@ class BrokerServer:
                 raise UserError(f"cannot start {binary}: {error.strerror or error}") from None
         self.pid = self._child.pid
         try:
-            keys.serve(self.pid, self.log_path)
+            keys.serve(self.pid, self.log_path, version)
             self.url = self._wait_ready(start_of_log)
             login.note_keys(self.url, self.keys_path)
-            keys.refresh()  # a key that was made before this server could be told
+            keys.follow(self.pid)  # keys that were made before this server could be told
             # restarted, it must have the same address
             self._port = int(self.url.rpartition(":")[2])
         except BaseException:

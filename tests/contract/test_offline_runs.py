@@ -236,7 +236,7 @@ REFUSED = {
     ),
     "a missing file": (
         ["data.train=nowhere.jsonl"],
-        "error: data.train: 'nowhere.jsonl' is not allowed; no such file",
+        "error: data.train: 'nowhere.jsonl' is not allowed; there is no such file",
     ),
     "a malformed row": (["data.train={place}/bad.jsonl"], "error: {place}/bad.jsonl:2: not JSON"),
     "no model": (

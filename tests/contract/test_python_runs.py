@@ -142,7 +142,11 @@ def test_what_the_command_refuses_is_raised_with_its_line(
 
 
 def start_program(folder: Path) -> subprocess.Popen[str]:
-    code = "import rlearner; rlearner.Run('quickstart', run={'name': 'long'}).up().wait()"
+    # A shell's background jobs ignore the signal, and so would the program.
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "import rlearner; rlearner.Run('quickstart', run={'name': 'long'}).up().wait()"
+    )
     return subprocess.Popen(
         [sys.executable, "-c", code],
         cwd=folder,

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
+import psutil
 import pytest
 from waits import LONG_S, until
 
@@ -54,6 +55,7 @@ async def test_the_answer_to_a_ping_that_was_given_up_does_no_harm(server: Broke
     reading = link._client._reading_task
     os.kill(server.pid, signal.SIGSTOP)
     try:
+        await until(lambda: psutil.Process(server.pid).status() == psutil.STATUS_STOPPED)
         with pytest.raises(nats_errors.FlushTimeoutError):
             await link._client.flush(0.3)  # type: ignore[arg-type]  # declared int, used as seconds of a wait
     finally:

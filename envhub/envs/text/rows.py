@@ -96,7 +96,8 @@ def load_questions(
         if error := next(iter(absent.values()), None):
             raise error
         raise ConfigError("path", source.path, "the data set holds no rows with an answer")
-    log.info("%s: %s", source.path, counts)
+    if counts.num_duplicates or counts.num_empty:
+        log.info("%s: %s", source.path, counts)
     return tuple(_add_columns(row, names | record) for row, record in rows), counts
 
 

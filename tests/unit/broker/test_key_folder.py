@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from broker.errors import ConfigError
+from broker.identity import key_folder
 from broker.identity.key_folder import AUTHORIZATION, BrokerUser, KeyFolder
 from broker.identity.keys import Key
 
@@ -34,3 +36,74 @@ def test_key_that_names_no_file_of_its_folder(tmp_path: Path, key: str) -> None:
         keys.admit(BrokerUser(key, "envhub", "quick"))
     keys.revoke(BrokerUser(key, "envhub", "quick"))
     assert outside.read_text() == "mine"
+
+
+class Killed(BaseException):
+    """Ends a process in the middle of its work."""
+
+
+class ServerDouble:
+    """A server that notes what it is told, and a process that may be killed while it tells it."""
+
+    def __init__(self, keys: KeyFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.keys = keys
+        self.accepted = ""
+        self.kills = 0
+        monkeypatch.setattr(key_folder, "reload_server", self.reload)
+        keys.operator()
+        self.read()
+        keys.serve(os.getpid(), keys.path / "log", keys.version())
+
+    def read(self) -> None:
+        """Read the configuration."""
+        self.accepted = (self.keys.path / AUTHORIZATION).read_text()
+
+    def reload(self, pid: int, server_log: Path, *, has_new_accounts: bool) -> None:
+        """As ``reload_server``; the first ``kills`` calls end their process before the server
+        reads.
+        """
+        assert (pid, server_log) == (os.getpid(), self.keys.path / "log")
+        if self.kills:
+            self.kills -= 1
+            raise Killed
+        self.read()
+
+
+def test_a_process_killed_while_it_makes_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next life has a key that the server accepts, with nothing else to tell the server."""
+    server = ServerDouble(KeyFolder(tmp_path / "keys"), monkeypatch)
+    server.kills = 1
+    with pytest.raises(Killed):
+        server.keys.role("learner", "quick")
+    assert server.keys.role("learner", "quick").public in server.accepted
+
+
+def test_a_process_killed_while_it_admits_a_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server's own host tells it, once."""
+    server = ServerDouble(KeyFolder(tmp_path / "keys"), monkeypatch)
+    server.kills = 1
+    with pytest.raises(Killed):
+        server.keys.admit(BrokerUser(KEY.public, "envhub", "quick", "guest"))
+    assert KEY.public not in server.accepted
+    server.keys.follow(os.getpid())
+    assert KEY.public in server.accepted
+    server.kills = 1  # not told again
+    server.keys.follow(os.getpid())
+
+
+def test_a_key_made_while_a_server_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has read its configuration, and nobody knows yet whom to tell."""
+    server = ServerDouble(KeyFolder(tmp_path / "keys"), monkeypatch)
+    server.keys.path.joinpath(
+        "servers", next(iter(os.listdir(server.keys.path / "servers")))
+    ).unlink()
+    version = server.keys.version()
+    key = server.keys.role("learner", "quick")
+    assert key.public not in server.accepted
+    server.keys.serve(os.getpid(), server.keys.path / "log", version)
+    server.keys.follow(os.getpid())
+    assert key.public in server.accepted
