@@ -68,7 +68,7 @@ REACHED: Final[Mapping[str, float]] = {
     "functions_over_45_statements": 8,
     "stray_unit_tests": 162,
     "statements_share": 1.085,
-    "bench_lines": 23_560,
+    "bench_lines": 23_570,
 }
 
 

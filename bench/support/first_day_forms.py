@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-import pyarrow
-import pyarrow.parquet
+from bench.support.row_files import write_rows
 
 OWN_TASK: Final = """\
 model:
@@ -116,19 +113,3 @@ def write_inputs(folder: Path) -> None:
     (folder / "rewards.py").write_text(REWARDS, encoding="utf-8")
     for name, row in ROWS.items():
         write_rows(folder / name, [dict(row)] * 20)
-
-
-def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows in the format that the file's ending names."""
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    elif path.suffix == ".csv":
-        with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            writer.writeheader()
-            writer.writerows(rows)
-    elif path.suffix == ".json":
-        path.write_text(json.dumps(rows), encoding="utf-8")
-    else:
-        text = "".join(json.dumps(row) + "\n" for row in rows)
-        path.write_text(text, encoding="utf-8")

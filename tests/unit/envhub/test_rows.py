@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from model_templates import STYLES, make_style_folder
 
+from bench.support.row_files import write_rows
 from broker.errors import ConfigError, DataError
 from broker.settings.config import DomainSection
 from broker.settings.run_settings import RunSettings
@@ -62,19 +60,11 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, Any], str, tuple[tuple[str, str
 }
 
 
-def write(path: Path, rows: list[Any]) -> str:
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 @pytest.mark.parametrize("form", FORMS)
 def test_questions(tmp_path: Path, form: str, ending: str) -> None:
     options, row, reference, history = FORMS[form]
-    path = write(tmp_path / f"x.{ending}", [row])
+    path = write_rows(tmp_path / f"x.{ending}", [row])
     args = QuestionAnswerArgs(path=path, eval_share=0, template="Q: {question}", **options)
     QuestionAnswer.check(args)
     environment = QuestionAnswer(args)
@@ -117,7 +107,7 @@ def test_rows_without_an_answer_are_counted(
 ) -> None:
     row = {"question": "q", "answer": "a"}
     rows = [row, row, row | {"answer": " "}, {"question": "q", "answer": None}, row | {"n": None}]
-    args = QuestionAnswerArgs(path=write(tmp_path / "x.jsonl", rows), eval_share=0)
+    args = QuestionAnswerArgs(path=write_rows(tmp_path / "x.jsonl", rows), eval_share=0)
     with caplog.at_level("INFO", logger="envhub.envs.text.rows"):
         QuestionAnswer.check(args)
     assert caplog.messages == [
@@ -137,7 +127,7 @@ def test_a_template_is_tried_with_each_form_of_history(tmp_path: Path) -> None:
         tmp_path / "model", STYLES["qwen3"], template + STYLES["qwen3"].template
     )
     rows = [{"q": [USER], "answer": "4"}, {"q": [SYSTEM, USER], "answer": "4"}]
-    args = {"path": write(tmp_path / "x.jsonl", rows), "question": "q", "eval_share": 0}
+    args = {"path": write_rows(tmp_path / "x.jsonl", rows), "question": "q", "eval_share": 0}
     settings = RunSettings(domains={"sums": DomainSection(env="qa", env_args=args)})
     with pytest.raises(ConfigError, match="no system"):
         check_templates(settings, Tokenizer.load(folder))
@@ -145,7 +135,7 @@ def test_a_template_is_tried_with_each_form_of_history(tmp_path: Path) -> None:
 
 def test_a_split_of_its_own_for_evaluation(tmp_path: Path) -> None:
     for split in ("train", "test"):
-        write(tmp_path / f"{split}-0.jsonl", [{"question": split, "answer": "a"}])
+        write_rows(tmp_path / f"{split}-0.jsonl", [{"question": split, "answer": "a"}])
     args = QuestionAnswerArgs(path=str(tmp_path), split="train", eval_split="test")
     QuestionAnswer.check(args)
     environment = QuestionAnswer(args)
@@ -183,7 +173,7 @@ def test_a_split_of_its_own_for_evaluation(tmp_path: Path) -> None:
 def test_rows_that_cannot_be_asked(
     tmp_path: Path, options: dict[str, str], row: dict[str, Any], problem: str
 ) -> None:
-    path = write(tmp_path / "x.jsonl", [row])
+    path = write_rows(tmp_path / "x.jsonl", [row])
     with pytest.raises(DataError) as caught:
         QuestionAnswer.check(QuestionAnswerArgs(path=path, eval_share=0, **options))
     assert str(caught.value) == f"{path}:1: {problem}"

@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-import pyarrow
-import pyarrow.parquet
 import pytest
 from model_templates import STYLES, make_style_folder
 
+from bench.support.row_files import write_rows
 from broker.errors import DataError
 from learner.offline.config import DataSection, OfflineSettings, first_changed_key
 from learner.offline.data import TokenizedExample, load_examples
@@ -128,19 +127,11 @@ PAIRS: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
 }
 
 
-def write(path: Path, rows: list[Any]) -> str:
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 @pytest.mark.parametrize("form", SUPERVISED)
 def test_supervised_forms(tokenizer: Tokenizer, tmp_path: Path, form: str, ending: str) -> None:
     columns, row, expected = SUPERVISED[form]
-    path = write(tmp_path / f"rows.{ending}", [row])
+    path = write_rows(tmp_path / f"rows.{ending}", [row])
     (example,) = load_examples(path, tokenizer, 1000, columns=columns)
     assert marked(tokenizer, example) == expected
 
@@ -149,7 +140,7 @@ def test_supervised_forms(tokenizer: Tokenizer, tmp_path: Path, form: str, endin
 @pytest.mark.parametrize("form", PAIRS)
 def test_preference_forms(tokenizer: Tokenizer, tmp_path: Path, form: str, ending: str) -> None:
     row, expected = PAIRS[form]
-    ((pair,), _) = load_pairs(write(tmp_path / f"rows.{ending}", [row]), tokenizer, 1000)
+    ((pair,), _) = load_pairs(write_rows(tmp_path / f"rows.{ending}", [row]), tokenizer, 1000)
     assert (marked(tokenizer, pair.chosen), marked(tokenizer, pair.rejected)) == expected
 
 
@@ -160,7 +151,7 @@ def test_conversations_with_tools_are_what_the_template_renders(
     calls = [{**CALL, "function": {"name": "add", "arguments": {"a": 2}}}]
     messages = [ASK, message("assistant", "", tool_calls=calls), *WITH_CALLS[2:]]
     whole = tokenizer.render_chat(messages, add_generation_prompt=False, tools=[TOOL])
-    path = write(tmp_path / "x.jsonl", [SUPERVISED[form][1]])
+    path = write_rows(tmp_path / "x.jsonl", [SUPERVISED[form][1]])
     (example,) = load_examples(path, tokenizer, 1000)
     assert tokenizer.decode(example.token_ids, skip_special_tokens=False) == whole.rstrip("\n")
 
@@ -169,7 +160,7 @@ def test_several_results_of_one_turn(tokenizer: Tokenizer, tmp_path: Path) -> No
     asked = message("assistant", "", tool_calls=[CALL, CALL])
     results = [message("tool", "4"), message("tool", "5")]
     row = {"messages": [ASK, asked, *results, FOUR], "tools": [TOOL]}
-    (example,) = load_examples(write(tmp_path / "x.jsonl", [row]), tokenizer, 1000)
+    (example,) = load_examples(write_rows(tmp_path / "x.jsonl", [row]), tokenizer, 1000)
     text = marked(tokenizer, example)
     assert text.endswith(
         "</tool_call><|im_end|>]\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n"
@@ -211,7 +202,7 @@ def test_several_results_of_one_turn(tokenizer: Tokenizer, tmp_path: Path) -> No
 def test_rows_that_cannot_be_read(
     tokenizer: Tokenizer, tmp_path: Path, row: Any, columns: dict[str, str], problem: str
 ) -> None:
-    path = write(tmp_path / "x.jsonl", [row])
+    path = write_rows(tmp_path / "x.jsonl", [row])
     with pytest.raises(DataError) as caught:
         load_examples(path, tokenizer, 1000, columns=columns)
     assert str(caught.value).startswith(f"{path}:1: {problem}")
@@ -222,7 +213,7 @@ def test_counts_are_one_line(
 ) -> None:
     row = {"prompt": "2+2?", "completion": "4"}
     rows = [row, row, row | {"completion": " "}, row | {"completion": "4" * 90}, row | {"n": None}]
-    path = write(tmp_path / "x.jsonl", rows)
+    path = write_rows(tmp_path / "x.jsonl", rows)
     with caplog.at_level("INFO", logger="learner.offline.unusable_rows"):
         examples = load_examples(path, tokenizer, 60)
     assert len(examples) == 4
