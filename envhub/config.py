@@ -71,13 +71,13 @@ def check_templates(settings: RunSettings, tokenizer: Tokenizer | None) -> None:
                 allowed = "[]: an agent writes its own messages"
                 raise ConfigError(f"domains.{domain.name}.examples", questions, allowed)
         elif tokenizer is not None:
-            length = 0
-            for history in ((), *domain.environment.histories(domain.args)):
-                rules = rules_for(tokenizer, *domain.opening_after(history))
-                length = max(length, len(rules.start("")))
+            length = len(rules_for(tokenizer, *domain.opening).start(""))
             if length >= (limit := domain.section.max_context_tokens):
                 allowed = f"above {length}, the tokens of its system prompt, tools and examples"
                 raise ConfigError(f"domains.{domain.name}.max_context_tokens", limit, allowed)
+            # Rows that are too long are counted, and refuse no other.
+            for history in domain.environment.histories(domain.args):
+                rules_for(tokenizer, *domain.opening_after(history))
 
 
 def data_digests(settings: RunSettings) -> dict[str, str]:
@@ -104,7 +104,7 @@ def num_eval_tasks(settings: RunSettings) -> int:
     say it itself.
 
     Raises:
-        ConfigError: if a domain has no held-out tasks, or fewer than it is to be evaluated on.
+        ConfigError: if a domain has no held-out tasks, or fewer than its evaluation needs.
         UserError: as ``check``.
     """
     from envhub.domain import load_domains

@@ -21,7 +21,7 @@ class ProgressLine:
 
     Args:
         run: name of the run.
-        steps: steps that it is to make.
+        steps: of the whole run.
     """
 
     def __init__(self, run: str, steps: int) -> None:

@@ -177,3 +177,14 @@ def test_rows_that_cannot_be_asked(
     with pytest.raises(DataError) as caught:
         QuestionAnswer.check(QuestionAnswerArgs(path=path, eval_share=0, **options))
     assert str(caught.value) == f"{path}:1: {problem}"
+
+
+@pytest.mark.parametrize("num_turns", [1, 200])
+def test_a_row_with_a_long_history_does_not_refuse_its_domain(
+    tmp_path: Path, num_turns: int
+) -> None:
+    rows = [{"question": [*EARLIER * num_turns, USER], "answer": "4"}]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    tokenizer = Tokenizer.load(make_style_folder(tmp_path / "model", STYLES["qwen3"]))
+    domain = {"env": "qa", "env_args": {"path": path, "eval_share": 0}, "max_context_tokens": 100}
+    check_templates(RunSettings.model_validate({"domains": {"sums": domain}}), tokenizer)
