@@ -2,12 +2,14 @@
 
     make real-model
     python -m bench.real_model [--recipes additions,lora,words,forms] [--seeds 1] [--out runs/real_model] [--report]
+                               [--results FOLDER]
 
 Each recipe is a run of ``rlearner up`` on two cores. Its two evaluations use the same held-out
 tasks, prompts, sampling and rule. Additions run with every seed, other recipes with the first; the
-evaluation at the start is that of the first seed. A finished run is a file in the output folder and
-is not repeated. With all recipes the table and the picture in docs/learning.md are written. The
-last line is one JSON object:
+evaluation at the start is that of the first seed. The result of a finished run is a file in the
+output folder, or in that of ``--results``, and the run is not repeated. With
+``--results bench/results/real_model``, where the published ones are, the table and the picture in
+docs/learning.md are written. The last line is one JSON object:
 
 - ``success_start``, ``success_end``: of two-digit additions, over all seeds; ``seeds``: the end of
   each.
@@ -93,7 +95,7 @@ def run_recipe(name: str, seed: int, options: argparse.Namespace) -> dict[str, A
         UserError: if the run fails.
     """
     overrides = overrides_of(name, seed, options)
-    file = options.out / f"{name}.seed{seed}.json"
+    file = options.results / f"{name}.seed{seed}.json"
     if (result := read_result(file, overrides)) is not None:
         return result
     if options.report:
@@ -282,7 +284,13 @@ def main(arguments: list[str] | None = None) -> int:
         "--out",
         type=Path,
         default=Path("runs/real_model"),
-        help="where results are kept (%(default)s)",
+        help="folder of the runs (%(default)s)",
+    )
+    add(
+        "--results",
+        type=Path,
+        metavar="FOLDER",
+        help="keep results there (in --out), and write the table and the picture of the docs",
     )
     add("--docs", type=Path, default=Path("docs"), help="folder of learning.md (%(default)s)")
     add("--report", action="store_true", help="run nothing: report what is there")
@@ -300,8 +308,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     options.out = options.out.absolute()
+    is_published = options.results is not None
+    options.results = options.results or options.out
     try:
-        figures = measure(options)
+        figures = measure(options, is_published=is_published)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -309,8 +319,11 @@ def main(arguments: list[str] | None = None) -> int:
     return int(figures.get("success_end", 1.0) < options.at_least)
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace, *, is_published: bool = False) -> dict[str, Any]:
     """Run the recipes and return the figures.
+
+    Args:
+        is_published: write the table and the picture of the docs.
 
     Raises:
         UserError: if there is no model, or a run fails.
@@ -318,6 +331,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     if not options.tiny and not Path(options.model, "config.json").is_file():
         raise UserError(f"{options.model}: no model there; `make real-model` writes {MODEL}")
     options.out.mkdir(parents=True, exist_ok=True)
+    options.results.mkdir(parents=True, exist_ok=True)
     runs = {
         name: [
             run_recipe(name, seed, options)
@@ -349,7 +363,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     figures["false_refusals"] = asyncio.run(
         false_refusals(tiny_model(options.out) if options.tiny else options.model)
     )
-    if not options.tiny and set(options.recipes) == set(RECIPES):
+    if is_published:
         real_model_report.write(options.docs, rows, runs)
     return figures
 
