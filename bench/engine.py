@@ -32,6 +32,7 @@ import transformers
 from transformers.generation import ContinuousBatchingConfig
 
 from broker.contract import wire
+from broker.contract.checks import MAX_REQUEST_S
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import build_tiny
 from rollout.config import RolloutSection
@@ -154,6 +155,8 @@ async def ours(engine: HFEngine, requests: Requests, turn: int) -> int:
             conversation_id=f"{turn}-{index}",
             token_ids=wire.column(prompt, "<i4"),
             sampling=wire.SamplingParams(max_tokens=length, ignore_eos=True),
+            # a slow machine must not cut answers short
+            deadline_s=MAX_REQUEST_S,
         )
         for index, (prompt, length) in enumerate(requests)
     ]
