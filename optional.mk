@@ -1,6 +1,6 @@
 # Suites and environments beside those of the Makefile; .ci/nightly runs the suites.
 
-.PHONY: audit sbom families-vllm test-loaded peers-env test-peers test-dist test-bundle test-oldest test-backup test-trackers test-deepspeed test-checkpoints test-megatron vllm-env test-vllm test-options test-real-model test-frameworks test-console test-image chaos hosts nodes test-alerts test-slurm test-systemd
+.PHONY: audit sbom families-vllm test-loaded peers-env test-peers test-dist test-bundle test-oldest test-backup test-trackers test-deepspeed test-checkpoints test-megatron vllm-env test-vllm test-options test-real-model test-frameworks test-console test-image chaos curves hosts nodes test-alerts test-slurm test-systemd
 
 # Known vulnerabilities of what make setup installs; fails if there is one, or if no advisory service answers.
 audit: .venv-audit/ready
@@ -200,3 +200,7 @@ test-slurm: setup
 test-systemd: setup
 	@sh requirements/systemd.sh build/systemd/tree
 	RL_SYSTEMD_TREE=$(CURDIR)/build/systemd/tree OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/systemd -s
+
+# The recipes of small models, whole: about half an hour on two idle cores. Writes the table in docs/learning.md.
+curves: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.curves
