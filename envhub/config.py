@@ -46,8 +46,43 @@ def check(settings: RunSettings) -> RunSettings:
     if settings.eval.every_steps:
         settings = settings.with_values("eval", tasks=num_eval_tasks(settings))
     _check_demonstrations(domains, settings)
-    check_templates(settings, check_trained_model(settings.model))
+    tokenizer = check_trained_model(settings.model)
+    check_templates(settings, tokenizer)
+    for name in settings.teachers:
+        _check_teacher(name, settings, tokenizer)
     return settings
+
+
+def _check_teacher(name: str, settings: RunSettings, tokenizer: Tokenizer | None) -> None:
+    """Check that a teacher can read what its domains sample.
+
+    Raises:
+        ConfigError: if its vocabulary is another one, or an agent writes the prompts that it would
+            change.
+    """
+    from envhub.envs import AGENTS
+    from rlearner_text.tokenizer import Tokenizer
+    from rlearner_text.vocabulary import vocabulary_difference
+
+    teacher = settings.teachers[name]
+    for domain_name, domain in settings.domains.items():
+        if domain.teacher == name and domain.env in AGENTS:
+            for field in ("hint", "tokenizer"):
+                if (value := getattr(teacher, field)) not in ("", "same"):
+                    allowed = f"left out for domain {domain_name}: an agent writes its own prompts"
+                    raise ConfigError(f"teachers.{name}.{field}", value, allowed)
+    if tokenizer is None or teacher.model_path is None:
+        return
+    key = f"teachers.{name}.model_path"
+    remote_code = settings.model.trust_remote_code
+    loaded = Tokenizer.load(teacher.model_path, key=key, trust_remote_code=remote_code)
+    difference = vocabulary_difference(tokenizer, loaded)
+    if difference and teacher.tokenizer == "same":
+        allowed = (
+            f"a model with the policy's vocabulary ({difference}), or set teachers.{name}.tokenizer "
+            "to aligned"
+        )
+        raise ConfigError(key, teacher.model_path, allowed)
 
 
 def check_templates(settings: RunSettings, tokenizer: Tokenizer | None) -> None:

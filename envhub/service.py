@@ -32,6 +32,7 @@ from broker.system.process_identity import this_process
 from envhub.domain import Domain, load_domains
 from envhub.episodes.rerun import TicketReruns
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
+from envhub.episodes.teachers import TeacherScorer, load_teachers
 from envhub.episodes.ticket_player import TicketPlayer
 from envhub.episodes.trial import trial
 from envhub.lengths.predictor import LengthPredictor
@@ -123,6 +124,14 @@ class EnvironmentHub:
         self.health = WorkHealth(
             "domain", self.domains, self._broken_after, trial=self._trial, changed=member.poke
         )
+        self.teachers = TeacherScorer(
+            tokenizer,
+            self.generator,
+            load_teachers(self.run_settings),
+            timeout_s=limits.generate_timeout_s,
+            max_context_tokens=self.run_settings.rollout.max_context_tokens,
+            spans=member.spans,
+        )
         self.lengths = LengthStore(member.bus, self._predictors)
         self.intake = TicketIntake(
             member,
@@ -131,7 +140,7 @@ class EnvironmentHub:
             health=self.health,
             generator=self.generator,
             clock=clock,
-            play=TicketPlayer(self.runners).play,
+            play=TicketPlayer(self.runners, self.teachers).play,
         )
         self._addresses: set[str] = set()
         self._feeds: dict[str, list[asyncio.Task[None]]] = {}  # by domain
@@ -263,6 +272,7 @@ class EnvironmentHub:
         # a run that resumed may be at a lower version than before
         self.slots.version = -1
         domains = load_domains(self.run_settings)
+        self.teachers.teachers = load_teachers(self.run_settings)
         if self._names:
             domains = {name: domain for name, domain in domains.items() if name in self._names}
         for name in self.domains.keys() - domains.keys():
@@ -306,14 +316,21 @@ class EnvironmentHub:
 
     def _serves_someone(self, stream: Stream) -> bool:
         """Return whether a server can play a queue's tickets; else only their deadlines run."""
-        policies = {server.policy for server in self.servers.all() if server.state == "serving"}
+        policies = self._served_policies()
         if stream is TICKETS:
             return wire.ACTOR in policies
         return bool(policies)
 
     def _ready(self, domain: str, stream: Stream) -> bool:
         """Return whether a queue's tickets can be played here at present."""
-        return self.health.takes(domain) and self._serves_someone(stream)
+        if not (self.health.takes(domain) and self._serves_someone(stream)):
+            return False
+        # without its teacher no ticket is taken, so that its time does not run
+        teacher = self.teachers.policy_for(self.domains[domain])
+        return stream is not TICKETS or teacher is None or teacher in self._served_policies()
+
+    def _served_policies(self) -> set[str]:
+        return {server.policy for server in self.servers.all() if server.state == "serving"}
 
     def _predictors(self) -> dict[str, tuple[str, LengthPredictor]]:
         """Return the predictor of each domain's lengths, with the name of its estimator."""

@@ -10,6 +10,7 @@ from broker.errors import RlearnerError
 from envhub.domain import Domain
 from envhub.envs.base import Split
 from envhub.scheduling.slots import FailureKind
+from rlearner_text.template_rules import Examples
 
 
 class EpisodeFailed(RlearnerError):
@@ -53,11 +54,20 @@ class EpisodeTask:
     step: int = -1
 
 
+@dataclass(frozen=True)
+class PromptText:
+    """What a trajectory began with: the first message of the user, and what stood before it."""
+
+    opening: tuple[str, str, Examples]  # system prompt, tools as JSON, examples
+    text: str
+
+
 @dataclass
 class EpisodeResult:
     """A finished episode: one trajectory or one per turn; the last has metrics and response.
 
-    ``row`` is empty unless the domain's rewards may read it.
+    ``row`` is empty unless the domain's rewards may read it, ``prompts``, of each trajectory, for
+    agents, which write their own.
     """
 
     trajectories: list[wire.Trajectory]
@@ -67,6 +77,7 @@ class EpisodeResult:
     env_step_s: float
     frames: list[str]
     row: dict[str, Any] = field(default_factory=dict)
+    prompts: list[PromptText] = field(default_factory=list)
 
     @property
     def num_tokens(self) -> int:

@@ -45,9 +45,11 @@ def check(settings: RunSettings) -> RunSettings:
     _check_training(settings)
     from learner.algorithm_checks import check_algorithm
     from learner.credit.capacity import check_groups
+    from learner.teacher_checks import check_teachers
 
     check_groups(settings)
     check_algorithm(settings)
+    check_teachers(settings)
     _check_warm_start(settings)
     if settings.eval.baseline == ACTOR:
         allowed = "that is the policy being trained; name another one, for example random"

@@ -15,6 +15,7 @@ from broker.settings.schema.records import (
     SamplesSection,
     TrackersSection,
 )
+from broker.settings.schema.teaching import DistillationSection, TeacherSection
 from broker.settings.schema.training import (
     Beta,
     DeepspeedSection,
@@ -31,6 +32,7 @@ __all__ = [
     "CheckpointSection",
     "CriticSection",
     "DeepspeedSection",
+    "DistillationSection",
     "EvalSection",
     "FailuresSection",
     "LoraSection",
@@ -38,6 +40,7 @@ __all__ = [
     "OptimizationSection",
     "RewardNormalization",
     "SamplesSection",
+    "TeacherSection",
     "TrackersSection",
     "TrainSection",
     "WarmStartSection",

@@ -509,7 +509,6 @@ class LearnerService:
         roster = self.roster
         services = self.services
         failures = self.settings.failures
-        table = self.settings.domains
         failure_monitor = FailureMonitor(
             failures, self.train.groups_per_step, self.settings.trained_domains
         )
@@ -533,7 +532,7 @@ class LearnerService:
             steps=self.train.steps,
         )
         say = self.status.say_waiting
-        roles = required_roles(table)
+        roles = required_roles(self.settings.domains, self.settings.teachers)
         self.member.spawn(
             watch_missing_roles(
                 self.bus.run, roster, roles, has_work=lambda: bool(ledger.open), say=say

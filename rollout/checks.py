@@ -6,7 +6,7 @@ from typing import Final
 
 from broker.contract.wire import ACTOR
 from broker.errors import ConfigError, UserError
-from broker.settings.config import Sampling
+from broker.settings.config import Sampling, UserSettings
 from broker.settings.registry import known, resolve
 from broker.settings.run_settings import RunSettings
 from broker.settings.schema.model import ModelSection
@@ -48,6 +48,7 @@ def check(settings: RunSettings) -> None:
     if section.engine in _OWN_MODEL:
         own_model = ModelSection(path=section.model_path)
         check_positions(settings.model if section.model_path is None else own_model, section)
+    _check_teachers(settings)
     evaluation = settings.eval
     # ``rlearner up`` serves it
     if "random" in (evaluation.baseline, *evaluation.against):
@@ -60,6 +61,50 @@ def check(settings: RunSettings) -> None:
         if longest > section.max_context_tokens:
             allowed = f"at most rollout.max_context_tokens ({section.max_context_tokens})"
             raise ConfigError(f"domains.{name}.max_context_tokens", longest, allowed)
+
+
+def teacher_section(settings: RunSettings, name: str) -> RolloutSection:
+    """Return the section ``rollout`` of the servers of a teacher with weights of its own.
+
+    Raises:
+        ConfigError: if the engine does not accept its arguments.
+    """
+    teacher = settings.teachers[name]
+    engine = teacher.engine or settings.rollout.engine
+    changes: UserSettings = {
+        "engine": engine,
+        "engine_args": teacher.engine_args,
+        "policy": teacher.policy or name,
+        "model_path": teacher.model_path,
+        "dtype": teacher.dtype or settings.rollout.dtype,
+        # those are of the policy that is trained
+        "snapshot": None,
+        "snapshot_only": False,
+        "http_port": None,
+    }
+    if teacher.engine is None and not teacher.engine_args:
+        del changes["engine_args"]
+    if (declared := declaration(engine)) is not None:
+        parse(f"teachers.{name}.engine_args", teacher.engine_args, declared)
+    return parse("rollout", settings.rollout.to_plain() | changes, RolloutSection)
+
+
+def _check_teachers(settings: RunSettings) -> None:
+    """Check that the engine of each teacher can score a context."""
+    for name, teacher in settings.teachers.items():
+        section = teacher_section(settings, name)
+        declared = declaration(section.engine)
+        if declared is not None and not declared.scores_contexts:
+            classes = {engine: declaration(engine) for engine in ENGINE_ARGS}
+            scoring = [
+                engine
+                for engine, declared in classes.items()
+                if declared is not None and declared.scores_contexts
+            ]
+            allowed = f"an engine that can score a context: {', '.join(scoring)}"
+            raise ConfigError(f"teachers.{name}.engine", section.engine, allowed)
+        if teacher.model_path is not None and section.engine in _OWN_MODEL:
+            check_positions(ModelSection(path=teacher.model_path), section)
 
 
 def check_positions(model: ModelSection, section: RolloutSection) -> None:

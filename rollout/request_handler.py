@@ -116,7 +116,7 @@ class RequestHandler:
     async def _ask(
         self, request: wire.GenerateRequest, tap: TokenListener | None
     ) -> GenerationOutput:
-        if request.prompt_top_k:
+        if request.scores_context:
             return await self._score(request)
         began = self.curve.enter(time.monotonic())
         output = GenerationOutput()
@@ -214,4 +214,7 @@ class RequestHandler:
             if output.top_logprobs is None
             else wire.column(output.top_logprobs.reshape(-1), "<f4"),
             reshaped=wire.column(output.reshaped, "|u1") if any(output.reshaped) else None,
+            prompt_logprobs=None
+            if output.prompt_logprobs is None
+            else wire.column(output.prompt_logprobs, "<f4"),
         )

@@ -15,7 +15,7 @@ from broker.settings.run_settings import RunSettings
 from broker.settings.sections import parse
 from rlearner_text.config import check_model_path
 from rlearner_text.hub import is_local
-from rollout.checks import check, check_engine_name
+from rollout.checks import check, check_engine_name, teacher_section
 from rollout.config import RolloutSection
 
 
@@ -23,13 +23,16 @@ def server_section(settings: RunSettings, options: argparse.Namespace) -> Rollou
     """Return the run's section ``rollout`` with this server's options and ``key=value`` overrides
     applied.
 
-    Only this section and its relation to the domains are checked: files of other roles need not
-    exist on this machine. An engine other than the run's own does not inherit its ``engine_args``.
+    The section of a server for a teacher of the run is what section ``teachers`` says. Only this
+    section and its relation to the domains are checked: files of other roles need not exist on
+    this machine. An engine other than the run's own does not inherit its ``engine_args``.
 
     Raises:
         UserError: if an override is malformed, or a value is not allowed.
     """
     section = settings.rollout.model_dump(mode="json")
+    if (teacher := _served_teacher(settings, options.policy)) is not None:
+        section = teacher_section(settings, teacher).to_plain()
     if options.engine is not None:
         if options.engine != section["engine"]:
             section["engine_args"] = {}
@@ -50,6 +53,16 @@ def server_section(settings: RunSettings, options: argparse.Namespace) -> Rollou
     parsed = parse("rollout", section, RolloutSection)
     check(settings.model_copy(update={"rollout": parsed}))
     return parsed
+
+
+def _served_teacher(settings: RunSettings, policy: str | None) -> str | None:
+    """Return the teacher with weights of its own that a policy belongs to."""
+    named = [
+        name
+        for name, teacher in settings.teachers.items()
+        if (teacher.policy or name) == policy and teacher.model_path is not None
+    ]
+    return next(iter(named), None)
 
 
 def check_arguments(options: argparse.Namespace) -> None:

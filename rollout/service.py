@@ -154,6 +154,7 @@ def _built_from(spec: wire.RunSpec) -> tuple[object, ...]:
         spec.model_files,
         settings.model,
         settings.rollout,
+        settings.teachers,
         settings.broker.channel,
         settings.broker.bind,
         settings.train.weights_bucket_mib,

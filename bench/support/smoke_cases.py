@@ -106,6 +106,8 @@ CASES: Final = (
         ("tokens_lost_share",),
         ("--engine", "hf", "--rounds", "1", "--window", "2", "--settle", "0", *FEW_REQUESTS),
     ),
+    SmokeCase("bench.curves", ("rows",), ("--tiny", "--only", "number_line")),
+    SmokeCase("bench.distill", ("teacher", "samples_ratio", "lost"), ("--small",)),
     SmokeCase("bench.shared", ("lost",), ("--params-m", "1", "--steps", "2")),
     SmokeCase(
         "bench.first_day",

@@ -93,6 +93,7 @@ RANGES: Final[dict[type, dict[str, ValueRange]]] = {
     wire.Turn: {"start": NATURAL, "end": NATURAL, "reward": FINITE},
     wire.EpisodeToolCall: {},
     wire.EpisodeMessage: {"turn": OPTIONAL},
+    wire.TeacherScores: {"version": VERSION},
     wire.Trajectory: {"episode": NATURAL, "reward": FINITE},
     wire.Group: {
         "ticket": COUNT, "task_index": NATURAL, "min_version": VERSION, "deliveries": COUNT,
@@ -189,7 +190,8 @@ def check_trajectory(trajectory: wire.Trajectory) -> None:
     """Columns have n >= 1 values each. Turns are in order, disjoint and inside. The mask is 1 in
     turns, but 0 at tokens drawn from a reshaped distribution, and 0 elsewhere. Logprobs are finite,
     at most 0.001, and 0 where the mask is 0. Token ids are >= 0. Version runs have counts >= 1 that
-    add up to the sum of the mask."""
+    add up to the sum of the mask. A teacher's logprobs keep the rules of logprobs; its top_ids and
+    top_logprobs come together, with as many values for each token with mask 1."""
     _check_structure(trajectory)
     _check_values([trajectory])
 
@@ -238,6 +240,47 @@ def _check_structure(trajectory: wire.Trajectory) -> None:
     if trajectory.metrics:
         _require_finite("Trajectory", "metrics", trajectory.metrics)
     _check_messages(trajectory.messages)
+    if trajectory.teacher is not None:
+        _check_teacher(trajectory.teacher, mask.data, sampled)
+
+
+def _check_teacher(teacher: wire.TeacherScores, mask: bytes, sampled: int) -> None:
+    """Check a teacher's columns against the mask and its sum."""
+    _check_numbers(teacher)
+    if not teacher.policy or len(teacher.policy) > PRESENCE_CHARS["policy"]:
+        most = PRESENCE_CHARS["policy"]
+        raise _rule_error(
+            "TeacherScores", "policy", teacher.policy, f"must have 1-{most} characters"
+        )
+    _check_column("TeacherScores", "logprobs", teacher.logprobs, "<f4", len(mask))
+    _check_logprobs("TeacherScores", teacher.logprobs.data)
+    values = np.frombuffer(teacher.logprobs.data, _F4)
+    if np.any(values[np.frombuffer(mask, np.uint8) == 0] != 0):
+        raise _rule_error(
+            "TeacherScores", "logprobs", "another value", "must be 0 where the mask is 0"
+        )
+    _check_top("TeacherScores", teacher.top_ids, teacher.top_logprobs, sampled)
+
+
+def _check_top(
+    message: str, top_ids: wire.Column | None, top_logprobs: wire.Column | None, num_tokens: int
+) -> None:
+    """Check the columns of likeliest tokens: together, and as many for each of ``num_tokens``."""
+    if top_ids is None and top_logprobs is None:
+        return
+    if top_ids is None or top_logprobs is None:
+        raise _rule_error(message, "top_ids", "alone", "must come with top_logprobs")
+    if num_tokens and (size := len(top_ids.data)) % (4 * num_tokens):
+        raise _rule_error(
+            message,
+            "top_ids",
+            f"of {size} bytes",
+            f"must be as many for each of {num_tokens} tokens",
+        )
+    num_top = _check_column(message, "top_ids", top_ids, "<i4")
+    _check_column(message, "top_logprobs", top_logprobs, "<f4", num_top)
+    _check_token_ids(message, top_ids.data)
+    _check_logprobs(message, top_logprobs.data)
 
 
 def _check_messages(messages: list[wire.EpisodeMessage]) -> None:
@@ -627,11 +670,10 @@ def _check_presence(presence: wire.Presence) -> None:
 def _check_reply(reply: wire.GenerateReply) -> None:
     """Columns have k values each, and version runs count them. With finish_reason `error` or
     `busy`, error is set and k is 0. top_ids and top_logprobs come together, with the same number of
-    values for each of k sampled tokens. reshaped holds 0 and 1."""
+    values for each of k sampled tokens. prompt_logprobs are finite and at most 0.001. reshaped holds
+    0 and 1."""
     ids = reply.token_ids
     logprobs = reply.logprobs
-    top_ids = reply.top_ids
-    top_logprobs = reply.top_logprobs
     n = len(ids.data) // 4
     if (
         ids.dtype != "<i4"
@@ -651,20 +693,10 @@ def _check_reply(reply: wire.GenerateReply) -> None:
             reason,
             "must come with a text in `error` and without tokens",
         )
-    if top_ids is not None or top_logprobs is not None:
-        if top_ids is None or top_logprobs is None:
-            raise _rule_error("GenerateReply", "top_ids", "alone", "must come with top_logprobs")
-        if n and (size := len(top_ids.data)) % (4 * n):
-            raise _rule_error(
-                "GenerateReply",
-                "top_ids",
-                f"of {size} bytes",
-                f"must be as many for each of {n} tokens",
-            )
-        num_top = _check_column("GenerateReply", "top_ids", top_ids, "<i4")
-        _check_column("GenerateReply", "top_logprobs", top_logprobs, "<f4", num_top)
-        _check_token_ids("GenerateReply", top_ids.data)
-        _check_logprobs("GenerateReply", top_logprobs.data)
+    _check_top("GenerateReply", reply.top_ids, reply.top_logprobs, n)
+    if reply.prompt_logprobs is not None:
+        _check_column("GenerateReply", "prompt_logprobs", reply.prompt_logprobs, "<f4")
+        _check_logprobs("GenerateReply", reply.prompt_logprobs.data)
     flags = reply.reshaped
     if flags is not None and (
         flags.dtype != "|u1" or len(flags.data) != n or flags.data.strip(b"\0\1")

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from broker.contract import sizes
 from broker.contract.sizes import MAX_GROUP_BYTES, MAX_SMALL_BYTES
 
-WIRE_VERSION: Final = 17
+WIRE_VERSION: Final = 18
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
 ACTOR: Final = "actor"  # the policy being trained
 EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step of messages of an evaluation; absent in training
@@ -179,6 +179,22 @@ class EpisodeMessage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return plain
 
 
+class TeacherScores(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False
+):
+    """What a teacher says about the tokens that the policy sampled."""
+
+    policy: str  # name of the teacher
+    version: int  # policy version of the servers that scored it, 0 unless they follow the learner
+    # <f4, shape (n,): natural log of the teacher's probability at temperature 1; 0 where the mask
+    # is 0
+    logprobs: Column
+    # <i4, shape (k T,): the teacher's k likeliest tokens at each of T tokens with mask 1; null:
+    # not asked for
+    top_ids: Column | None = None
+    top_logprobs: Column | None = None  # <f4, shape (k T,): of top_ids, in descending order
+
+
 class Trajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
     """One training sequence: all tokens of a conversation, in the order in which the policy read
     and sampled them.
@@ -203,6 +219,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # the conversation, on its last trajectory or in parts on each, for rewards that may read it;
     # removed with the last score
     messages: list[EpisodeMessage] = []
+    teacher: TeacherScores | None = None  # null: no teacher has scored it
 
 
 class RewardScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):
@@ -469,6 +486,13 @@ class GenerateRequest(Message, frozen=True, tag="GenerateRequest"):
     step: int = -1
     # above 0: sample nothing, return this many likeliest tokens at each context position
     prompt_top_k: int = 0
+    # sample nothing, return the logprob of each context token but the first
+    prompt_logprobs: bool = False
+
+    @property
+    def scores_context(self) -> bool:
+        """Whether the request samples nothing and scores its context."""
+        return self.prompt_logprobs or self.prompt_top_k > 0
 
 
 class LengthRecord(Message, frozen=True, tag="LengthRecord"):
@@ -514,6 +538,8 @@ class GenerateReply(Message, frozen=True, tag="GenerateReply"):
     top_logprobs: Column | None = None  # <f4, of top_ids, in descending order
     # |u1, shape (k,): 1 where a guide, penalty or bias applied; None: nowhere
     reshaped: Column | None = None
+    # <f4, with prompt_logprobs: of each context token but the first, at temperature 1
+    prompt_logprobs: Column | None = None
 
 
 # --------------------------------------------------------------------------------------------------

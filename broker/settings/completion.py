@@ -14,6 +14,7 @@ from typing import Any, Final, get_args
 
 from broker.settings.config import Section
 from broker.settings.config_file import shipped_names
+from broker.settings.run_settings import NAMED_SECTIONS
 from broker.settings.runspec import SECTIONS
 
 COMMANDS: Final = ("rlearner", "rollout-server", "envhub", "rewardhub", "broker")
@@ -38,13 +39,15 @@ def offer(parser: argparse.ArgumentParser, commands: Iterator[argparse.ArgumentP
 
 
 def settings(prefix: str, **_: object) -> list[str]:
-    """Return the settings with a prefix, such as ``train.lr=``; names in ``domains`` are free."""
+    """Return the settings with a prefix, such as ``train.lr=``; names in ``NAMED_SECTIONS`` are
+    free.
+    """
     head = prefix.partition(".")[0]
     keys: list[str] = []
     for name, target in SECTIONS.items():
         if name != head:
             keys.append(f"{name}.")
-        elif name != "domains":
+        elif name not in NAMED_SECTIONS:
             module, attribute = target.split(":")
             keys += _setting_keys(f"{name}.", getattr(import_module(module), attribute))
     return [key for key in keys if key.startswith(prefix)]

@@ -269,7 +269,7 @@ class DomainSection(Section):
     harmless = (
         "system_prompt", "examples", "weight", "group_size", "min_group_size",
         "group_size_redundancy", "straggler_factor", "max_turns", "context", "history_length",
-        "anchors", "thinking", "max_context_tokens", "deadline_s", "score_ahead",
+        "anchors", "thinking", "max_context_tokens", "deadline_s", "score_ahead", "teacher",
     )  # fmt: skip
 
     # a name of the registry in envhub/envs, or a dotted path or file path to a class
@@ -321,6 +321,8 @@ class DomainSection(Section):
     rewards: list[RewardConfig] = []
     # score each episode when it ends, if a reward hub is idle; false: with its group
     score_ahead: bool = True
+    # a name of section teachers, whose servers score the episodes that are trained on; empty: none
+    teacher: str = ""
 
 
 def reads_episode(rewards: Sequence[RewardConfig]) -> bool:

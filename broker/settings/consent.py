@@ -21,12 +21,15 @@ from broker.errors import ConfigError, UserError
 from broker.settings.config import DataMark, EndpointMark, PluginMark, Section, UserSettings
 from broker.settings.host_rules import HostRules
 from broker.settings.registry import resolve
+from broker.settings.run_settings import NAMED_SECTIONS
 from broker.settings.runspec import SECTIONS as ALL_SECTIONS
 from broker.settings.secret import SecretRef
 from broker.system.redaction import is_secret_name
 
 # of those who join
-SECTIONS: Final = ("domains", "model", "rollout", "envhub", "rewardhub", "broker", "telemetry")
+SECTIONS: Final = (
+    *NAMED_SECTIONS, "model", "rollout", "envhub", "rewardhub", "broker", "telemetry",
+)  # fmt: skip
 ISOLATION: Final = ("none", "thread", "process", "sandbox")  # the strictest last
 MAX_LISTED: Final = 3
 
@@ -112,10 +115,10 @@ def refused_settings(
     for name in SECTIONS:
         value = config.get(name)
         model = _load_attribute(ALL_SECTIONS[name])
-        if name == "domains" and isinstance(value, Mapping):
-            for domain, settings in value.items():
+        if name in NAMED_SECTIONS and isinstance(value, Mapping):
+            for entry, settings in value.items():
                 if settings is not None:
-                    refusals += _find_refusals(f"domains.{domain}", model, settings, rules)
+                    refusals += _find_refusals(f"{name}.{entry}", model, settings, rules)
         elif value is not None:
             refusals += _find_refusals(name, model, value, rules)
     return refusals + secrets

@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
 from broker.settings.config import Section
-from broker.settings.run_settings import section_types
+from broker.settings.run_settings import NAMED_SECTIONS, section_types
 
 # What a key's ending says about its value.
 UNITS: Final[Mapping[str, str]] = {
@@ -54,7 +54,8 @@ class SettingDescription:
 def describe_settings() -> Iterator[SettingDescription]:
     """Yield all settings of a run, section by section."""
     for name, section_type in section_types().items():
-        yield from _describe_section("domains.DOMAIN" if name == "domains" else name, section_type)
+        entry = f"{name}.{name.removesuffix('s').upper()}"
+        yield from _describe_section(entry if name in NAMED_SECTIONS else name, section_type)
 
 
 def _describe_section(prefix: str, section_type: type[Section]) -> Iterator[SettingDescription]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Self, TypeVar
+from typing import Any, Final, Self, TypeVar
 
 from pydantic import Field
 
@@ -28,9 +28,16 @@ from broker.settings.schema.records import (
     TrackersSection,
 )
 from broker.settings.schema.serving import RolloutSection
+from broker.settings.schema.teaching import TeacherSection
 from broker.settings.schema.training import TrainSection
 
 S = TypeVar("S", bound=Section)
+
+# sections that hold several of a kind, by names that the user chooses
+NAMED_SECTIONS: Final[dict[str, type[Section]]] = {
+    "domains": DomainSection,
+    "teachers": TeacherSection,
+}
 
 
 class RunSettings(SectionGroup):
@@ -42,6 +49,7 @@ class RunSettings(SectionGroup):
     run: RunSection = RunSection()
     broker: BrokerSection = BrokerSection()
     domains: dict[str, DomainSection] = Field(default_factory=dict)
+    teachers: dict[str, TeacherSection] = Field(default_factory=dict)
     model: ModelSection = ModelSection()
     train: TrainSection = TrainSection()
     algorithm: AlgorithmSection = AlgorithmSection()
@@ -81,7 +89,7 @@ class RunSettings(SectionGroup):
         for name, section_type in section_types().items():
             if (section := values.get(name)) is None:
                 continue
-            if name == "domains" and isinstance(section, dict):
+            if name in NAMED_SECTIONS and isinstance(section, dict):
                 known[name] = {
                     key: _known_values(entry, section_type) for key, entry in section.items()
                 }
@@ -91,11 +99,11 @@ class RunSettings(SectionGroup):
 
 
 def section_types() -> dict[str, type[Section]]:
-    """Return the class of every section by its name, of ``domains`` that of each domain."""
+    """Return the class of every section by its name, of ``NAMED_SECTIONS`` that of each entry."""
     types: dict[str, Any] = {
         name: field.annotation for name, field in RunSettings.model_fields.items()
     }
-    return types | {"domains": DomainSection}
+    return types | NAMED_SECTIONS
 
 
 def _known_values(values: Any, section_type: type[Section]) -> Any:

@@ -29,7 +29,7 @@ from broker.errors import ConfigError, Fenced, UserError, WireError
 from broker.jetstream.bus import Bus
 from broker.settings import derived
 from broker.settings.config import Section, UserSettings
-from broker.settings.run_settings import RunSettings, section_types
+from broker.settings.run_settings import NAMED_SECTIONS, RunSettings, section_types
 from broker.settings.secret import refuse_literal
 from broker.settings.sections import parse, unknown
 from broker.system.reminders import Reminders
@@ -77,7 +77,7 @@ def name_sections(types: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"{kind.__module__}:{kind.__name__}" for name, kind in types.items()}
 
 
-# section -> pydantic model; `domains` maps names to DomainSection
+# section -> pydantic model; `domains` and `teachers` map names to it
 SECTIONS: Final[dict[str, str]] = name_sections(section_types())
 
 # sections of other configurations than a run's, the most specific first, and the command for them
@@ -155,18 +155,18 @@ def parse_sections(config: UserSettings, sections: Mapping[str, str]) -> dict[st
 
 
 def _parse_section(name: str, value: Any, target: str) -> Any:
-    """Return a section, of ``domains`` those of all domains by name."""
+    """Return a section, of ``NAMED_SECTIONS`` all entries by name."""
     model: type[Section] = _load_attribute(target)
     value = {} if value is None else value
     if not isinstance(value, dict):
         raise ConfigError(name, value, "expected a mapping")
-    if name != "domains":
+    if name not in NAMED_SECTIONS:
         return parse(name, value, model)
-    # null removes an inherited domain
+    # null removes an inherited entry
     entries = {
-        check_token(str(key), "domains"): entry for key, entry in value.items() if entry is not None
+        check_token(str(key), name): entry for key, entry in value.items() if entry is not None
     }
-    return {key: parse(f"domains.{key}", entry, model) for key, entry in entries.items()}
+    return {key: parse(f"{name}.{key}", entry, model) for key, entry in entries.items()}
 
 
 def _load_attribute(target: str) -> Any:

@@ -21,7 +21,7 @@ from envhub.lengths.base import UpcomingTurn
 from envhub.lengths.predictor import LengthPredictor
 from envhub.lengths.selection import task_key
 from envhub.servers.turn import SampledTurn, TurnRequest, stirred
-from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
+from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask, PromptText
 from envhub.workers.calls import EnvironmentCalls
 from envhub.workers.returned import observation, row, step_result, text
 from rlearner_text.incremental_tokenization import Conversation
@@ -76,6 +76,7 @@ class Episode:
         self._steps = task.domain.steps()
         self._opening = task.domain.opening
         self._conversations: list[Conversation] = []
+        self._prompts: list[PromptText] = []  # of the conversations
         # each turn's seed is made of this one and the length of its context
         self._seed = stirred(0, task.seed, task.episode)
         self._turns: list[wire.Turn] = []
@@ -173,6 +174,7 @@ class Episode:
         if self._steps is not None or not self._conversations:
             self._conversations.append(Conversation(self._context.tokenizer, *self._opening))
             self._conversation.observe(prompt)
+            self._prompts.append(PromptText(self._opening, prompt))
         else:
             self._conversation.observe(prompt, self._role)
 
@@ -383,4 +385,5 @@ class Episode:
             env_step_s=self._env_step_s,
             frames=self._frames,
             row=self._row,
+            prompts=self._prompts,
         )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 
+from broker.contract.streams import TICKETS
 from broker.errors import described
 from broker.system.workers.fault import TracebackLog
 from envhub.episodes.runners import EpisodeRunners
+from envhub.episodes.teachers import TeacherScorer
 from envhub.scheduling.slots import OF_THE_HOST
 from envhub.task import EpisodeFailed
 from envhub.tickets.assignment import task
@@ -17,10 +19,14 @@ log = logging.getLogger(__name__)
 
 
 class TicketPlayer:
-    """Plays episodes with the hub's runners, for the tickets of an intake."""
+    """Plays episodes with the hub's runners, for the tickets of an intake.
 
-    def __init__(self, runners: EpisodeRunners) -> None:
+    A domain's teacher scores those that are trained on.
+    """
+
+    def __init__(self, runners: EpisodeRunners, teachers: TeacherScorer) -> None:
         self._runners = runners
+        self._teachers = teachers
         self._traces = TracebackLog()
 
     async def play(self, intake: TicketIntake, ticket: InHand, episode: int, name: str) -> None:
@@ -36,6 +42,8 @@ class TicketPlayer:
         try:
             await intake.note_start(ticket)
             result = await self._runners.play(episode_task, report_tokens)
+            if ticket.assignment.stream is TICKETS:
+                await self._teachers.score(episode_task, result)
         except EpisodeFailed as error:
             self._fail(intake, ticket, episode, error)
             return

@@ -28,6 +28,8 @@ class TurnRequest(msgspec.Struct, frozen=True):
             ``broker.contract.lengths``.
         priority: higher ones start first.
         step: training step that the turn's group is expected in, -1 unknown.
+        scores_context: sample nothing; return the logprob of each context token but the first.
+        top_k: with it, likeliest tokens to return at each of them.
     """
 
     conversation_id: str
@@ -42,6 +44,8 @@ class TurnRequest(msgspec.Struct, frozen=True):
     expected_high: int = 0
     priority: int = 0
     step: int = -1
+    scores_context: bool = False
+    top_k: int = 0
 
 
 @dataclass
@@ -52,6 +56,7 @@ class SampledTurn:
         reshaped: k bytes, 1 where a token was drawn from a reshaped distribution; empty: none was.
         top: the likeliest tokens at each position with their logprobs; empty if not requested or
             not supported.
+        scored: the reply to a request that scored its context.
     """
 
     token_ids: array[int] = field(default_factory=lambda: array("i"))
@@ -61,6 +66,7 @@ class SampledTurn:
     server: str = ""
     reshaped: bytes = b""
     top: Sequence[Sequence[tuple[int, float]]] = ()
+    scored: wire.GenerateReply | None = None
 
     @classmethod
     def of(
@@ -87,6 +93,20 @@ class SampledTurn:
         self.server = reply.server
         self.reshaped = reply.reshaped.data if reply.reshaped is not None else b""
         self.top = _top_tokens(reply)
+        self.scored = reply if reply.prompt_logprobs is not None else None
+
+
+def scores_problem(ask: TurnRequest, reply: wire.GenerateReply) -> str:
+    """Return why a reply does not have the scores that were requested; empty if it has."""
+    count = len(ask.token_ids) - 1
+    columns = {"logprobs": (reply.prompt_logprobs, count)}
+    if ask.top_k:
+        columns["likeliest tokens"] = (reply.top_ids, count * ask.top_k)
+    for name, (column, expected) in columns.items():
+        num_values = 0 if column is None else len(column.data) // 4
+        if num_values != expected:
+            return f"returned {num_values} {name} of the context, expected {expected}"
+    return ""
 
 
 def mix(*values: int) -> int:

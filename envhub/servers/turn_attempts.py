@@ -19,7 +19,7 @@ from broker.contract.checks import MAX_REQUEST_S
 from broker.contract.lengths import remaining_tokens
 from envhub.servers.choose import ServerLoad, choose
 from envhub.servers.sample import REQUEST_BYTES, TOKEN_BYTES
-from envhub.servers.turn import SampledTurn, TurnRequest, mix
+from envhub.servers.turn import SampledTurn, TurnRequest, mix, scores_problem
 
 # after a reply without tokens, so that a server that has none is not asked in a loop
 EMPTY_PAUSE_S: Final = 0.02
@@ -198,6 +198,8 @@ class TurnAttempts:
         if reason == "busy":
             self._refused.add(server)
             return self.resume(now)
+        if ask.scores_context and reason == "stop" and (problem := scores_problem(ask, reply)):
+            return self.fail(server, problem, now)
         count = len(reply.token_ids.data) // 4
         room = ask.sampling.max_tokens - len(self.turn.token_ids)
         if reason == "error" or count > room:
@@ -253,4 +255,6 @@ class TurnAttempts:
             expected_high=high,
             priority=ask.priority,
             step=ask.step,
+            prompt_top_k=ask.top_k,
+            prompt_logprobs=ask.scores_context,
         )

@@ -22,6 +22,7 @@ from learner.algorithm.advantages.base import (
 )
 from learner.algorithm.samples import Array, SampleScores, TrainSample, from_trajectory
 from learner.algorithm.shaping import is_truncated, minus_kl, needs_batch, shape_rewards
+from learner.algorithm.teaching import add_teacher
 from learner.algorithm.traits import EstimatorTraits, estimator_traits
 from learner.config import AlgorithmSection, kl_in_reward, num_updates
 
@@ -172,7 +173,7 @@ class SampleAssembler:
     ) -> TrainSample:
         return from_trajectory(
             trajectory,
-            advantages,
+            add_teacher(advantages, trajectory, self._algorithm.distillation),
             group=group.ticket,
             temperature=group.temperature,
             trained=with_all_tokens or self._is_trained(trajectory),

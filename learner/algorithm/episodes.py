@@ -25,8 +25,17 @@ def num_bytes(group: wire.Group) -> int:
     return sum(
         len(column.data)
         for trajectory in group.trajectories
-        for column in (trajectory.token_ids, trajectory.loss_mask, trajectory.logprobs)
+        for column in _columns_of(trajectory)
+        if column is not None
     )
+
+
+def _columns_of(trajectory: wire.Trajectory) -> tuple[wire.Column | None, ...]:
+    columns = (trajectory.token_ids, trajectory.loss_mask, trajectory.logprobs)
+    teacher = trajectory.teacher
+    if teacher is None:
+        return columns
+    return (*columns, teacher.logprobs, teacher.top_ids, teacher.top_logprobs)
 
 
 def without_episodes(group: wire.Group) -> wire.Group:

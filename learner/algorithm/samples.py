@@ -31,13 +31,18 @@ class TrainSample:
     # float32, the critic's at the start of the step, of each token's state
     values: Array | None = None
     returns: Array | None = None  # float32, targets of the critic
+    # float32, natural log, of a teacher at temperature 1; None: no teacher has scored it
+    teacher_logprobs: Array | None = None
+    # int32 and float32, (k T,): the teacher's k likeliest tokens at each of T trained tokens
+    teacher_top_ids: Array | None = None
+    teacher_top_logprobs: Array | None = None
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
         for name in ("token_ids", "loss_mask", "rollout_logprobs", "versions", "advantages"):
             if getattr(self, name).shape != (n,):
                 raise ValueError(f"{name} has shape {getattr(self, name).shape}, expected ({n},)")
-        for name in ("proximal_logprobs", "values", "returns"):
+        for name in ("proximal_logprobs", "values", "returns", "teacher_logprobs"):
             if (array := getattr(self, name)) is not None and array.shape != (n,):
                 raise ValueError(f"{name} has shape {array.shape}, expected ({n},)")
         if n and self.loss_mask[0]:
@@ -98,6 +103,7 @@ def from_trajectory(
     mask[:1] = False
     if not trained:
         mask[:] = False
+    teacher = trajectory.teacher
     return TrainSample(
         token_ids=trajectory.token_ids.array(),
         loss_mask=mask.astype(np.uint8),
@@ -107,4 +113,17 @@ def from_trajectory(
         group=group,
         reward=trajectory.reward,
         temperature=temperature,
+        teacher_logprobs=None if teacher is None else teacher.logprobs.array(),
+        **_select_top(teacher, mask[sampled]),
     )
+
+
+def _select_top(teacher: wire.TeacherScores | None, is_trained: Array) -> dict[str, Array]:
+    """Return a teacher's likeliest tokens at those of the sampled ones that are trained, flat."""
+    if teacher is None or teacher.top_ids is None or teacher.top_logprobs is None:
+        return {}
+    columns = {"teacher_top_ids": teacher.top_ids, "teacher_top_logprobs": teacher.top_logprobs}
+    return {
+        name: column.array().reshape(len(is_trained), -1)[is_trained].reshape(-1)
+        for name, column in columns.items()
+    }

@@ -16,6 +16,8 @@ from learner.algorithm.kl import kl_penalty
 from learner.algorithm.losses import LOSSES
 from learner.algorithm.losses.base import LossTokens, PolicyLoss
 from learner.algorithm.losses.ratios import correction_sums, ratio_sums
+from learner.algorithm.losses.teacher import sampled_divergence, teacher_sums
+from learner.algorithm.teaching import trains_divergence
 from learner.backends.models.batch import TokenBatch
 from learner.config import AlgorithmSection
 
@@ -39,6 +41,7 @@ class PolicyObjective:
         *,
         kl_coef: float,
         version: int,
+        divergence: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a slice's share of the numerator, with gradient, and sums for the metrics.
 
@@ -49,6 +52,8 @@ class PolicyObjective:
             ref: logprobs (T,) under the reference, None to leave the divergence out.
             kl_coef: weight of the divergence.
             version: policy version at the start of the step.
+            divergence: (T,) from the teacher's likeliest tokens; None: estimated from the sampled
+                ones.
         """
         algorithm = self._algorithm
         proximal = self._proximal(batch, logprobs, version)
@@ -85,6 +90,13 @@ class PolicyObjective:
             penalty = kl_penalty(logprobs, ref, algorithm.kl_estimator)
             losses = losses + kl_coef * penalty
             sums["kl"] = penalty.sum()
+        if batch.teacher_logprobs is not None:
+            sums |= teacher_sums(batch.teacher_logprobs, logprobs)
+            if trains_divergence(algorithm):
+                if divergence is None:
+                    divergence = sampled_divergence(logprobs, batch.teacher_logprobs)
+                losses = losses + algorithm.distillation.coef * divergence
+                sums["teacher_loss"] = divergence.sum()
         if algorithm.entropy_coef:
             losses = losses - algorithm.entropy_coef * entropy
         return (weights * losses).sum(), sums

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from learner.algorithm.kl import KlCoefficient, kl_penalty
+from learner.algorithm.losses.teacher import candidate_divergence
 from learner.algorithm.packing import by_length, by_prefix, num_distinct_tokens
 from learner.algorithm.samples import Array, TrainSample
+from learner.algorithm.teaching import trains_divergence
 from learner.algorithm.token_figures import TokenFigures
 from learner.backends.activation_offload import activations_in_host_memory
 from learner.backends.context import RunContext
@@ -207,15 +209,29 @@ class ModelPasses:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         # Before the policy's pass, which keeps its activations.
         reference = self._reference(batch)
-        logprobs, entropy = self.models.policy.score(
-            batch, entropy_grad=self.algorithm.entropy_coef > 0
-        )
+        has_entropy = self.algorithm.entropy_coef > 0
+        divergence = None
+        if batch.teacher_top_ids is not None and trains_divergence(self.algorithm):
+            assert batch.teacher_top_logprobs is not None
+            compare = partial(candidate_divergence, direction=self.algorithm.distillation.kl)
+            columns = (batch.teacher_top_ids, batch.teacher_top_logprobs)
+            logprobs, entropy, divergence = self.models.policy.score_and_map(
+                batch, compare, columns, entropy_grad=has_entropy
+            )
+        else:
+            logprobs, entropy = self.models.policy.score(batch, entropy_grad=has_entropy)
         if self.recorded is not None:
             self.recorded.append(
                 (samples, logprobs.detach() - batch.rollout_logprobs, entropy.detach())
             )
         return self.objective(
-            batch, logprobs, entropy, reference, kl_coef=self.kl.value, version=self.version
+            batch,
+            logprobs,
+            entropy,
+            reference,
+            kl_coef=self.kl.value,
+            version=self.version,
+            divergence=divergence,
         )
 
     @torch.no_grad()

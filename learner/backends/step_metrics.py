@@ -36,16 +36,22 @@ def step_metrics(
         metrics["actor/pg_clipfrac_lower"] = mean["dual_clipped"]
     if "kl" in sums:
         metrics["actor/kl_loss"] = mean["kl"]
+    if num_scored := sums.get("teacher_tokens", 0.0):
+        metrics["teacher/kl"] = sums["teacher_kl"] / num_scored
+        metrics["teacher/scored_ratio"] = num_scored / max(tokens, 1)
+        if "teacher_loss" in sums:
+            metrics["teacher/loss"] = sums["teacher_loss"] / num_scored
     return metrics | ratio_metrics(sums, tokens) | correction_metrics(sums, tokens)
 
 
 def average_metrics(rows: Sequence[Mapping[str, float]], num_epochs: int) -> dict[str, float]:
-    """Return the means of the metrics of several updates; counts are those of one pass."""
-    if not rows:
-        return {}
-    totals = {name: sum(row[name] for row in rows) for name in rows[0]}
-    return {
-        name: total
-        / (num_epochs if name.startswith("actor/num_") or name == "actor/skipped" else len(rows))
-        for name, total in totals.items()
-    }
+    """Return the means of the metrics of several updates; counts are those of one pass.
+
+    A metric that some updates lack, such as a teacher's, is the mean of the others.
+    """
+    means: dict[str, float] = {}
+    for name in dict.fromkeys(name for row in rows for name in row):
+        values = [row[name] for row in rows if name in row]
+        is_count = name.startswith("actor/num_") or name == "actor/skipped"
+        means[name] = sum(values) / (num_epochs if is_count else len(values))
+    return means

@@ -20,6 +20,7 @@ from broker.weights.plan import LayoutPlan
 from learner.algorithm.aggregation import BatchCounts, loss_denominator
 from learner.algorithm.packing import MicroBatchCutter, cut_micro_batches, split_minibatches
 from learner.algorithm.samples import Array, SampleScores, TrainSample
+from learner.algorithm.teaching import trains_divergence
 from learner.algorithm.token_figures import TokenFigures
 from learner.backends.base import Snapshot
 from learner.backends.context import RunContext
@@ -139,7 +140,7 @@ class TorchBackend:
         # measured, not trained.
         idle: list[TrainSample] = []
         if not self._models.kl_in_loss and self._context.algorithm.entropy_coef <= 0:
-            idle = [sample for sample in trained if not sample.advantages[sample.positions].any()]
+            idle = [sample for sample in trained if not self._has_gradient(sample)]
         skipped = {id(sample) for sample in idle}
         sums = {
             "tokens": 0.0,
@@ -156,6 +157,12 @@ class TorchBackend:
         self._counts.add(sum(sample.num_tokens for sample in trained), len(trained))
         _add_sums(self._sums, sums)
         return sums
+
+    def _has_gradient(self, sample: TrainSample) -> bool:
+        """Return whether a sample has a gradient without a KL or entropy term."""
+        if sample.teacher_logprobs is not None and trains_divergence(self._context.algorithm):
+            return True
+        return bool(sample.advantages[sample.positions].any())
 
     def step(self) -> dict[str, float]:
         num_rows = self._counts.rows

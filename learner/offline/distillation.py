@@ -18,6 +18,7 @@ from learner.offline.data import load_examples
 from learner.offline.supervised import optimizer_metrics
 from rlearner_text.rows.sources import DataSource
 from rlearner_text.tokenizer import Tokenizer
+from rlearner_text.vocabulary import vocabulary_difference
 
 if TYPE_CHECKING:
     from learner.offline.served_teacher import ServedTeacher
@@ -107,15 +108,6 @@ def _check_vocabulary(student: Tokenizer, teacher: str, *, trust_remote_code: bo
         teacher_tokenizer = Tokenizer.load(teacher, trust_remote_code=trust_remote_code)
     except ConfigError as error:
         raise ConfigError("distill.teacher", teacher, error.allowed) from None
-    student_ids = student.vocabulary()
-    teacher_ids = teacher_tokenizer.vocabulary()
-    if student_ids == teacher_ids:
-        return
-    token = min((student_ids.items() ^ teacher_ids.items()), key=lambda item: (item[1], item[0]))[0]
-    teacher_id = teacher_ids.get(token, "unknown")
-    student_id = student_ids.get(token, "unknown")
-    allowed = (
-        f"its vocabulary must be the student's: token {token!r} is {teacher_id} there, "
-        f"{student_id} here"
-    )
-    raise ConfigError("distill.teacher", teacher, allowed)
+    if difference := vocabulary_difference(student, teacher_tokenizer):
+        allowed = f"its vocabulary must be the student's: {difference}"
+        raise ConfigError("distill.teacher", teacher, allowed)

@@ -8,8 +8,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
+from broker.contract.wire import ACTOR
 from broker.runtime.presence import Roster
 from broker.settings.config import DomainSection
+from broker.settings.schema.teaching import TeacherSection
 from broker.system.reminders import Reminders
 
 log = logging.getLogger(__name__)
@@ -19,6 +21,7 @@ JOIN_TIMEOUT_S: Final = 10.0
 LOOK_EVERY_S: Final = 1.0
 COMMANDS: Final = {"envhub": "envhub", "rollout": "rollout-server", "rewardhub": "rewardhub"}
 NAMES: Final = {"envhub": "envhub", "rollout": "rollout server", "rewardhub": "rewardhub"}
+TEACHER: Final = "teacher "  # before the policy of a teacher, as a role of its own
 
 
 class MissingRoles:
@@ -48,25 +51,54 @@ class MissingRoles:
                 if role in self.missing:
                     self.missing.remove(role)
                     self._reminders.pop(role)
-                    lines.append(f"{NAMES[role]} has joined")
+                    lines.append(f"{_name_role(role)} has joined")
             elif has_work and now - self._missing_since.setdefault(role, now) >= JOIN_TIMEOUT_S:
                 if role not in self.missing:
                     self.missing.append(role)
                     self._reminders[role] = Reminders()
                 if not self._reminders[role].due(now):
                     continue
-                command = f"{COMMANDS[role]} --run {self._run}"
-                lines.append(f"waiting: no {NAMES[role]} has joined; start one with `{command}`")
+                command = f"{_start_command(role)} --run {self._run}"
+                lines.append(
+                    f"waiting: no {_name_role(role)} has joined; start one with `{command}`"
+                )
         return lines
 
 
-def required_roles(domains: Mapping[str, DomainSection]) -> list[str]:
+def _name_role(role: str) -> str:
+    policy = role.removeprefix(TEACHER)
+    return NAMES[role] if policy == role else f"rollout server of teacher {policy}"
+
+
+def _start_command(role: str) -> str:
+    policy = role.removeprefix(TEACHER)
+    return COMMANDS[role] if policy == role else f"{COMMANDS['rollout']} --policy {policy}"
+
+
+def required_roles(
+    domains: Mapping[str, DomainSection], teachers: Mapping[str, TeacherSection]
+) -> list[str]:
     """Return the roles that a run needs in addition to the learner."""
-    return [
+    roles = [
         role
         for role in COMMANDS
         if role != "rewardhub" or any(domain.rewards for domain in domains.values())
     ]
+    policies = {teacher.policy or name for name, teacher in teachers.items()} - {ACTOR}
+    return [*roles, *(f"{TEACHER}{policy}" for policy in sorted(policies))]
+
+
+def _present_roles(roster: Roster, needed: Sequence[str]) -> dict[str, bool]:
+    policies = {server.policy for server in roster.alive("rollout")}
+    present = {}
+    for role in needed:
+        if role == "rollout":
+            present[role] = ACTOR in policies
+        elif role.startswith(TEACHER):
+            present[role] = role.removeprefix(TEACHER) in policies
+        else:
+            present[role] = bool(roster.alive(role))
+    return present
 
 
 async def watch_missing_roles(
@@ -79,7 +111,7 @@ async def watch_missing_roles(
     """Check once a second; ``say`` receives the newest missing role, or an empty text."""
     detector = MissingRoles(run)
     while True:
-        present = {role: bool(roster.alive(role)) for role in needed}
+        present = _present_roles(roster, needed)
         for line in detector.look(present, has_work(), time.monotonic()):
             is_waiting = line.startswith("waiting")
             log.log(logging.WARNING if is_waiting else logging.INFO, "%s", line)

@@ -54,6 +54,13 @@ def _lowest_reward(line: Line, lowest: float) -> bool | None:
     return bool(line["reward/max"] <= lowest + EQUAL and line.get("env/success_rate", 0.0) == 0)
 
 
+def _equal_rewards(line: Line, _: float) -> bool | None:
+    """Return whether the rewards of each group were equal, and nothing else trains."""
+    if "frac_reward_zero_std" not in line:
+        return None
+    return bool(line["frac_reward_zero_std"] >= 1 and "teacher/kl" not in line)
+
+
 def _no_gradient(line: Line, _: float) -> bool | None:
     """Return whether the gradient is zero although rewards differ."""
     if "actor/grad_norm" not in line:
@@ -70,9 +77,7 @@ RULES: Final[dict[str, WarningRule]] = {
         "for, or begin with easier tasks",
     ),
     "equal_rewards": WarningRule(
-        lambda line, _: (
-            line["frac_reward_zero_std"] >= 1 if "frac_reward_zero_std" in line else None
-        ),
+        _equal_rewards,
         5,
         "in the last 5 steps all rewards of each group were equal, so every advantage was zero: "
         "use tasks that are neither solved nor hopeless, a larger group_size, or a higher "

@@ -53,6 +53,9 @@ def _episode_lines(trajectory: Mapping[str, Any]) -> list[str]:
     size = f"{trajectory['tokens']} tokens"
     reward = f"reward {trajectory['reward']:g} ({parts})"
     lines = [f"  episode {trajectory['episode']}: {size}, {reward}, {trajectory['end']}"]
+    if (teacher := trajectory.get("teacher")) is not None:
+        source = f"teacher {teacher['policy']}, version {teacher['version']}"
+        lines.append(f"    {source}: {teacher['kl']:g} nats per token away")
     for span in trajectory["spans"]:
         tokens = f"tokens {span['start']}-{span['end'] - 1}"
         source = f"{span['server']}, version {span['policy_version']}"

@@ -143,8 +143,20 @@ def _describe_trajectory(trajectory: wire.Trajectory) -> dict[str, Any]:
         "reward_parts": trajectory.reward_parts,
         "success": trajectory.success,
         "end": trajectory.end,
+        "teacher": _describe_teacher(trajectory),
         "spans": sampled_spans(trajectory),
     }
+
+
+def _describe_teacher(trajectory: wire.Trajectory) -> dict[str, Any] | None:
+    """Return who scored a trajectory, and the mean divergence from it in nats per token."""
+    teacher = trajectory.teacher
+    if teacher is None:
+        return None
+    sampled = trajectory.loss_mask.array().astype(bool)
+    gap = (trajectory.logprobs.array() - teacher.logprobs.array())[sampled]
+    kl = float(gap.mean()) if len(gap) else 0.0
+    return {"policy": teacher.policy, "version": teacher.version, "kl": round(kl, 4)}
 
 
 def sampled_spans(trajectory: wire.Trajectory) -> list[dict[str, Any]]:

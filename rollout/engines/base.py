@@ -66,6 +66,7 @@ class GenerationOutput:
             none did.
         top_ids, top_logprobs: (n - 1, k) for a request with ``prompt_top_k``, which samples
             nothing.
+        prompt_logprobs: (n - 1,) for a request with ``prompt_logprobs``, likewise.
     """
 
     token_ids: Sequence[int] = ()
@@ -77,6 +78,7 @@ class GenerationOutput:
     reshaped: Sequence[bool] = ()
     top_ids: npt.NDArray[np.int32] | None = None
     top_logprobs: npt.NDArray[np.float32] | None = None
+    prompt_logprobs: npt.NDArray[np.float32] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,8 +138,8 @@ class Engine(Protocol):
         ``error``.
 
         The seconds of ``deadline_s`` start with this call; at the deadline the output so far is
-        returned. With ``prompt_top_k`` it samples nothing and scores the context; an engine that
-        cannot returns an error. The caller (``rollout.request_handler``) then enforces the deadline
+        returned. A request that ``scores_context`` samples nothing; an engine that cannot score
+        returns an error. The caller (``rollout.request_handler``) then enforces the deadline
         by cancelling the call.
         """
         ...
@@ -283,19 +285,22 @@ def request_problem(
     if vocab_size is not None and (int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size):
         bad = next(int(t) for t in tokens if not 0 <= t < vocab_size)
         return f"token id {bad} is outside the model's vocabulary of {vocab_size}"
-    if request.prompt_top_k:
-        return _scoring_problem(tokens.size, request.prompt_top_k, vocab_size)
+    if request.scores_context:
+        return _scoring_problem(request, tokens.size, vocab_size)
     if sampling.max_tokens < 1:
         return f"max_tokens={sampling.max_tokens} is not allowed; at least 1"
     return ""
 
 
-def _scoring_problem(num_tokens: int, k: int, vocab_size: int | None) -> str:
+def _scoring_problem(request: wire.GenerateRequest, num_tokens: int, vocab_size: int | None) -> str:
+    k = request.prompt_top_k
     if vocab_size is None:
-        return "prompt_top_k is not allowed; this engine does not know its distributions"
+        return "a context cannot be scored; this engine does not know its distributions"
     if k > vocab_size:
         return f"prompt_top_k={k} is not allowed; the model's vocabulary has {vocab_size}"
-    if (size := (num_tokens - 1) * k * 8) > wire.MAX_PAYLOAD_BYTES - REPLY_ROOM_BYTES:
+    if (
+        size := (num_tokens - 1) * (8 * k + 4 * request.prompt_logprobs)
+    ) > wire.MAX_PAYLOAD_BYTES - REPLY_ROOM_BYTES:
         most = wire.MAX_PAYLOAD_BYTES
         return f"{num_tokens} tokens with prompt_top_k={k}: the reply has {size} bytes, at most {most} fit"
     return ""

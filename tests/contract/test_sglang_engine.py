@@ -67,15 +67,17 @@ def full_logits(trained: SlotModel, tokens: list[int]) -> torch.Tensor:
 async def test_the_likeliest_tokens_of_a_context(engine: SGLangEngine, trained: SlotModel) -> None:
     request = wire.GenerateRequest(
         request_id="s", conversation_id="s", token_ids=wire.column(PROMPT, "<i4"), min_version=0, deadline_s=5.0,
-        prompt_top_k=3,
+        prompt_top_k=3, prompt_logprobs=True,
         sampling=wire.SamplingParams(max_tokens=1),
     )  # fmt: skip
     output = await engine.generate(request)
-    ids, logprobs = trained.top_logprobs(PROMPT, 3)
+    expected = trained.score_context(PROMPT, 3)
     assert output.top_ids is not None
     assert output.top_logprobs is not None
-    assert (output.top_ids == ids).all()
-    assert np.abs(output.top_logprobs - logprobs).max() < 1e-5
+    assert (output.top_ids == expected.top_ids).all()
+    assert np.abs(output.top_logprobs - expected.top_logprobs).max() < 1e-5
+    assert output.prompt_logprobs is not None
+    assert np.abs(output.prompt_logprobs - expected.logprobs).max() < 1e-5
 
 
 async def test_a_stop_string_that_an_update_cuts_in_two_is_found(

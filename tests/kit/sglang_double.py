@@ -290,7 +290,8 @@ class Double:
             "weight_version": str(self._version),
         }
         if k:
-            best, tops = self._core.model.top_logprobs(ids, k)
+            scores = self._core.model.score_context(ids, k)
+            best, tops = scores.top_ids, scores.top_logprobs
             rows = [
                 [[float(v), int(i), None] for v, i in zip(tops[n], best[n], strict=True)]
                 for n in range(len(ids) - 1)

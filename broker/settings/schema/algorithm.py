@@ -14,6 +14,7 @@ from pydantic import (
 )
 
 from broker.settings.config import Section
+from broker.settings.schema.teaching import DistillationSection
 
 Share = Annotated[float, Field(ge=0, le=1)]
 AggregationMode = Literal[
@@ -114,6 +115,7 @@ class AlgorithmSection(Section):
     # weight of the entropy, which the loss then raises
     entropy_coef: NonNegativeFloat = 0.0
     critic: CriticSection = CriticSection()
+    distillation: DistillationSection = DistillationSection()
     filter_zero_variance: bool = False  # dynamic sampling: such groups are filtered and replaced
     # a filter of learner/algorithm/filters, or your function: rejected groups are replaced
     group_filter: str = ""

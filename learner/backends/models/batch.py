@@ -36,6 +36,10 @@ class TokenBatch:
     proximal_logprobs: Tensor | None = None  # (T,) float32, None where some sample has none
     values: Tensor | None = None  # (T,) float32, likewise
     returns: Tensor | None = None  # (T,) float32, likewise
+    # (T,) float32, NaN where no teacher has scored a token; None: none has scored any
+    teacher_logprobs: Tensor | None = None
+    teacher_top_ids: Tensor | None = None  # (T, k) int64, the teacher's likeliest tokens
+    teacher_top_logprobs: Tensor | None = None  # (T, k) float32, NaN where there are none
     # (1, L) int64, packed: each token's place in its own sequence
     position_ids: Tensor | None = None
     packing: PackedRow | None = None  # packed: where the sequences are
@@ -93,6 +97,7 @@ def collate_samples(
             )
         )
 
+    taught = {name: put(column) for name, column in _teacher_columns(samples).items()}
     return TokenBatch(
         input_ids=put(ids),
         predictors=put(
@@ -110,6 +115,46 @@ def collate_samples(
         proximal_logprobs=optional("proximal_logprobs"),
         values=optional("values"),
         returns=optional("returns"),
+        teacher_logprobs=taught.get("teacher_logprobs"),
+        teacher_top_ids=taught.get("teacher_top_ids"),
+        teacher_top_logprobs=taught.get("teacher_top_logprobs"),
         position_ids=None if row is None else put(row.places[None]),
         packing=None if row is None else pack_row(indices, device),
     )
+
+
+def _teacher_columns(samples: Sequence[TrainSample]) -> dict[str, Array]:
+    """Return the columns of teachers over the trained tokens; empty if no sample has any."""
+    if all(sample.teacher_logprobs is None for sample in samples):
+        return {}
+    columns = {
+        "teacher_logprobs": np.concatenate(
+            [
+                np.full(s.num_tokens, np.nan, np.float32)
+                if s.teacher_logprobs is None
+                else s.teacher_logprobs[s.positions]
+                for s in samples
+            ]
+        )
+    }
+    tops = [s.teacher_top_ids for s in samples if s.teacher_top_ids is not None and s.num_tokens]
+    if not tops:
+        return columns
+    k = max(
+        len(s.teacher_top_ids) // s.num_tokens
+        for s in samples
+        if s.teacher_top_ids is not None and s.num_tokens
+    )
+    ids = [_as_rows(s.teacher_top_ids, np.arange(k), s.num_tokens) for s in samples]
+    no_logprobs = np.full(k, np.nan, np.float32)
+    logprobs = [_as_rows(s.teacher_top_logprobs, no_logprobs, s.num_tokens) for s in samples]
+    return columns | {
+        "teacher_top_ids": np.concatenate(ids).astype(np.int64),
+        "teacher_top_logprobs": np.concatenate(logprobs),
+    }
+
+
+def _as_rows(values: Array | None, filler: Array, num_rows: int) -> Array:
+    """Return flat values as rows, or as many rows of ``filler``."""
+    rows: Array = np.tile(filler, num_rows) if values is None else values
+    return rows.reshape(num_rows, len(filler))

@@ -180,6 +180,34 @@ class PolicyModel:
         logprobs, entropy = map_chunks(scores, self.logits, features, columns, self._chunk_width)
         return logprobs, entropy
 
+    def score_and_map(
+        self,
+        batch: TokenBatch,
+        function: Callable[..., Tensor],
+        columns: Sequence[Tensor],
+        *,
+        entropy_grad: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what ``score`` does, and a function of the logits, from one pass.
+
+        Args:
+            function: takes the logits of t of the T tokens and their part of the columns; returns
+                (t,).
+            columns: (T, …) each.
+        """
+
+        def run() -> tuple[Tensor, Tensor, Tensor]:
+            features = self.features(batch)
+            logprobs, entropy = self.score_features(features, batch, entropy_grad=entropy_grad)
+            width = MANY_COPIES * self._chunk_width
+            (values,) = map_chunks(
+                lambda *parts: (function(*parts),), self.logits, features, columns, width
+            )
+            return logprobs, entropy, values
+
+        scores: tuple[Tensor, Tensor, Tensor] = self.within(run)
+        return scores
+
     @property
     def _chunk_width(self) -> int:
         return self._head_rows if self._plain_head else 0

@@ -22,6 +22,9 @@ _DTYPES: Final = {
     "proximal_logprobs": "<f4",
     "values": "<f4",
     "returns": "<f4",
+    "teacher_logprobs": "<f4",
+    "teacher_top_ids": "<i4",
+    "teacher_top_logprobs": "<f4",
 }
 
 

@@ -78,7 +78,7 @@ class HFEngine:
             return GenerationOutput(
                 error=f"request_id {request.request_id!r} is already running or waiting"
             )
-        if request.prompt_top_k:
+        if request.scores_context:
             return await self._call(lambda core: core.score(request))
         future: asyncio.Future[GenerationOutput] = self._loop.create_future()
         self._waiting[request.request_id] = future

@@ -157,7 +157,7 @@ class EngineCore:
             return f"guide: {error}"
 
     def score(self, request: wire.GenerateRequest) -> GenerationOutput:
-        """Return the likeliest tokens at each position of a context, without a slot."""
+        """Score a context, without a slot."""
         reason = request_problem(
             request, max_context_tokens=self.model.max_context, vocab_size=self.model.vocab_size
         )
@@ -166,12 +166,10 @@ class EngineCore:
                 error=reason
                 or f"no weights of version {request.min_version} or later to score with"
             )
-        ids, logprobs = self.model.top_logprobs(
-            request.token_ids.array().tolist(), request.prompt_top_k
-        )
-        if not np.isfinite(logprobs).all():
+        scores = self.model.score_context(request.token_ids.array().tolist(), request.prompt_top_k)
+        if not scores.is_finite:
             return GenerationOutput(error=self._not_finite())
-        return GenerationOutput(finish_reason="stop", top_ids=ids, top_logprobs=logprobs)
+        return scores.output_for(request)
 
     def abort(self, request_id: str) -> None:
         job = self.scheduler.abort(request_id)

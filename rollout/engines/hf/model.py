@@ -26,6 +26,7 @@ from rlearner_text.rope import fix_rope
 from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.args import HFArgs
 from rollout.engines.base import EngineConfig
+from rollout.engines.context_scores import ContextScores
 from rollout.engines.hf.attention import SlotAttention
 from rollout.engines.hf.cuda_graphs import make_recorder
 from rollout.engines.hf.forward_pass import ForwardPass, Segment
@@ -192,21 +193,25 @@ class SlotModel:
         return logits[:-1].float().log_softmax(-1).gather(-1, ids[1:, None])[:, 0].cpu()
 
     @torch.inference_mode()
-    def top_logprobs(
-        self, token_ids: Sequence[int], k: int
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-        """Return the k likeliest tokens after each token but the last, and logprobs at temperature
-        1; (n - 1, k) each.
+    def score_context(self, token_ids: Sequence[int], k: int) -> ContextScores:
+        """Score every token but the first at temperature 1, without using a slot.
+
+        Args:
+            token_ids: n tokens.
+            k: likeliest tokens to return at each position.
         """
         if len(token_ids) < 2:
-            return np.zeros((0, k), np.int32), np.zeros((0, k), np.float32)
+            no_values = np.zeros((0, k), np.float32)
+            return ContextScores(np.zeros(0, np.float32), no_values.astype(np.int32), no_values)
         n = len(token_ids) - 1
+        ids = torch.tensor(token_ids, device=self.device)
         positions = torch.arange(n, device=self.device)
-        logits = self.run_alone(
-            torch.tensor(token_ids[:-1], device=self.device), positions, positions
+        logprobs = self.run_alone(ids[:-1], positions, positions).float().log_softmax(-1)
+        of_context = logprobs.gather(-1, ids[1:, None])[:, 0]
+        best = logprobs.topk(k, -1)
+        return ContextScores(
+            of_context.cpu().numpy(), best.indices.int().cpu().numpy(), best.values.cpu().numpy()
         )
-        best = logits.float().log_softmax(-1).topk(k, -1)
-        return best.indices.int().cpu().numpy(), best.values.cpu().numpy()
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return parameters and persistent buffers by name, tied ones once, in model order."""

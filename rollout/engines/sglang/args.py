@@ -36,6 +36,7 @@ class SGLangArgs(EngineArgs):
     sleeps: ClassVar[bool] = True
     needs_gpu: ClassVar[bool] = True
     packages: ClassVar[tuple[str, ...]] = ("sglang",)
+    scores_contexts: ClassVar[bool] = True
 
     # start command; None: this Python with -m sglang.launch_server
     command: list[str] | None = None

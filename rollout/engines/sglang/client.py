@@ -250,6 +250,8 @@ def read_top(
     Raises:
         SGLangRequestError: if the answer lacks them.
     """
+    if not k:
+        return np.zeros((num_tokens - 1, 0), np.int32), np.zeros((num_tokens - 1, 0), np.float32)
     rows = ((reply.get("meta_info") or {}).get("input_top_logprobs") or [])[1:]
     if len(rows) != num_tokens - 1 or any(row is None or len(row) != k for row in rows):
         raise SGLangRequestError(

@@ -256,7 +256,7 @@ class SGLangEngine:
             reason = f"request_id {request.request_id!r} is already running or waiting"
         if reason:
             return self._requests.count(GenerationOutput(error=reason))
-        if request.prompt_top_k:
+        if request.scores_context:
             return self._requests.count(await self._requests.score(request))
         return await self._requests.run(request)
 

@@ -19,12 +19,14 @@ from broker.contract import wire
 from rlearner_text.guided_decoding import GuideCompiler
 from rlearner_text.tokenizer import Tokenizer
 from rollout.engines.base import NO_VERSION, EngineConfig, EngineStats, GenerationOutput
+from rollout.engines.context_scores import ContextScores
 from rollout.engines.hf.logit_offsets import is_reshaped
 from rollout.engines.sglang.client import (
     SGLangClient,
     SGLangRequestError,
     generate_body,
     read_leg,
+    read_scores,
     read_top,
     score_body,
 )
@@ -148,7 +150,7 @@ class SGLangRequestQueue:
         self.scheduler.update(NO_VERSION)
 
     async def score(self, request: wire.GenerateRequest) -> GenerationOutput:
-        """Return the likeliest tokens at each position of a context."""
+        """Score a context."""
         if self.scheduler.version < max(request.min_version, 0):
             return GenerationOutput(
                 error=f"no weights of version {request.min_version} or later to score with"
@@ -156,16 +158,20 @@ class SGLangRequestQueue:
         tokens = request.token_ids.array().tolist()
         k = request.prompt_top_k
         if len(tokens) < 2:
-            ids = np.zeros((0, k), np.int32)
-            values = np.zeros((0, k), np.float32)
-            return GenerationOutput(finish_reason="stop", top_ids=ids, top_logprobs=values)
+            no_values = np.zeros((0, k), np.float32)
+            no_scores = np.zeros(0, np.float32)
+            return ContextScores(no_scores, no_values.astype(np.int32), no_values).output_for(
+                request
+            )
         try:
-            ids, logprobs = read_top(await self.ask_scores(tokens, k), len(tokens), k)
+            reply = await self.ask_scores(tokens, k)
+            of_context = read_scores(reply, len(tokens))
+            scores = ContextScores(of_context, *read_top(reply, len(tokens), k))
         except (SGLangRequestError, ConnectionError) as error:
             return GenerationOutput(error=str(error))
-        if not np.isfinite(logprobs).all():
+        if not scores.is_finite:
             return GenerationOutput(error="the model's logits are not finite")
-        return GenerationOutput(finish_reason="stop", top_ids=ids, top_logprobs=logprobs)
+        return scores.output_for(request)
 
     async def ask_scores(self, tokens: Sequence[int], k: int) -> dict[str, Any]:
         """Return the server's answer for a context, with the k likeliest tokens.

@@ -141,6 +141,14 @@ def output_of(
     return GenerationOutput(tokens, logprobs, runs, reason, cached or 0, reshaped=flags)
 
 
+def context_logprobs(token_ids: Sequence[int], rows: Sequence[Any]) -> npt.NDArray[np.float32]:
+    """Return the logprob of each token but the first, (n - 1,), from vLLM's rows of token to
+    Logprob.
+    """
+    entries = [row[token] for token, row in zip(token_ids[1:], rows, strict=True)]
+    return np.array([entry.logprob for entry in entries], dtype=np.float32)
+
+
 def top_rows(rows: Sequence[Any], k: int) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
     """Return the k likeliest tokens at each position, descending, (n, k) each, from vLLM's rows of
     token to Logprob.

@@ -29,9 +29,10 @@ from rollout.engines.base import (
     UpdateMode,
     request_problem,
 )
+from rollout.engines.context_scores import ContextScores
 from rollout.engines.hf.logit_offsets import offsets_problem as reshaping_problem
 from rollout.engines.update_check import check_fit
-from rollout.engines.vllm.conversion import NOT_FINITE, top_rows
+from rollout.engines.vllm.conversion import NOT_FINITE, context_logprobs, top_rows
 from rollout.engines.vllm.llm_client import first_line
 from rollout.engines.vllm.request_queue import VLLMRequestQueue, fail_future
 from rollout.engines.vllm.startup import check_installed, open_llm
@@ -93,7 +94,7 @@ class VLLMEngine:
         reason = reason or reshaping_problem(request.sampling, opened.vocab_size, opened.tokenizer)
         if reason:
             return self._requests.count(GenerationOutput(error=reason))
-        if request.prompt_top_k:
+        if request.scores_context:
             return self._requests.count(await self._score(request))
         return await self._requests.run(request, tap)
 
@@ -220,18 +221,19 @@ class VLLMEngine:
             self._ended.set_result(None)
 
     async def _score(self, request: wire.GenerateRequest) -> GenerationOutput:
-        """Return the likeliest tokens at each position of a context."""
+        """Score a context."""
         if self.policy_version < max(request.min_version, 0):
             return GenerationOutput(
                 error=f"no weights of version {request.min_version} or later to score with"
             )
-        rows = await self._open().asking.context_rows(
-            request.token_ids.array().tolist(), request.prompt_top_k
+        tokens = request.token_ids.array().tolist()
+        rows = await self._open().asking.context_rows(tokens, request.prompt_top_k)
+        scores = ContextScores(
+            context_logprobs(tokens, rows), *top_rows(rows, request.prompt_top_k)
         )
-        ids, logprobs = top_rows(rows, request.prompt_top_k)
-        if not np.isfinite(logprobs).all():
-            return GenerationOutput(error=NOT_FINITE)
-        return GenerationOutput(finish_reason="stop", top_ids=ids, top_logprobs=logprobs)
+        return (
+            scores.output_for(request) if scores.is_finite else GenerationOutput(error=NOT_FINITE)
+        )
 
     def _open(self) -> VLLMWeightLoader:
         if self._loading is None:

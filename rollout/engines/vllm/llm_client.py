@@ -10,6 +10,8 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from rollout.engines.vllm.conversion import context_logprobs
+
 CompletionListener = Callable[[Any, Sequence[Any]], Awaitable[None]]
 
 INTERNAL: Final = "\0"  # prefix of the ids of this engine's own requests
@@ -93,11 +95,7 @@ class LLMClient:
 
     async def logprobs(self, token_ids: Sequence[int]) -> npt.NDArray[np.float32]:
         """Return log p(token[i + 1] | token[: i + 1]) at temperature 1, shape (n - 1,)."""
-        rows = await self.context_rows(list(token_ids), 0)
-        return np.array(
-            [row[token].logprob for token, row in zip(token_ids[1:], rows, strict=True)],
-            dtype=np.float32,
-        )
+        return context_logprobs(token_ids, await self.context_rows(list(token_ids), 0))
 
     def in_flight_tokens(self) -> int:
         """Return the number of tokens sampled by unanswered requests."""

@@ -38,8 +38,8 @@ def test_a_run_with_rewards_needs_a_hub_for_them() -> None:
         DomainSection(env="qa"),
         DomainSection(env="qa", rewards=[RewardConfig(name="math_answer")]),
     )
-    assert required_roles({"a": plain}) == ["envhub", "rollout"]
-    assert required_roles({"a": plain, "b": judged}) == ["envhub", "rollout", "rewardhub"]
+    assert required_roles({"a": plain}, {}) == ["envhub", "rollout"]
+    assert required_roles({"a": plain, "b": judged}, {}) == ["envhub", "rollout", "rewardhub"]
     company = MissingRoles("demo")
     present = {"envhub": True, "rollout": True, "rewardhub": False}
     assert [company.look(present, True, now) for now in (0.0, 10.0)] == [

@@ -75,7 +75,7 @@ def test_an_answer_that_fits_no_message_is_refused() -> None:
         asked = request(4, [1] * tokens)
         assert bool(request_problem(asked, max_context_tokens=1 << 30, vocab_size=10)) is refused
     assert request_problem(request(4), max_context_tokens=64, vocab_size=None).startswith(
-        "prompt_top_k is not allowed; this engine does not know"
+        "a context cannot be scored; this engine does not know"
     )
 
 
