@@ -193,6 +193,9 @@ def _check_training(settings: RunSettings) -> None:
             train.warmup_steps,
             f"below train.steps, which is {train.steps}",
         )
+    if train.profile.last_step > train.steps:
+        allowed = f"steps up to train.steps, which is {train.steps}"
+        raise ConfigError("train.profile.steps", train.profile.steps, allowed)
     for name, domain in settings.trained_domains.items():
         if (length := domain.max_context_tokens) > train.micro_batch_tokens:
             allowed = (

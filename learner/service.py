@@ -343,6 +343,7 @@ class LearnerService:
                 folder=self.folder,
                 record_tokens=keeps_samples,
                 seed=seed,
+                profile=self.train.profile.plan(self.folder, ID),
             )
             self.training.spans = self.member.spans
         except ConfigError as error:
@@ -366,6 +367,7 @@ class LearnerService:
                 model.dtype,
                 probe_ids,
                 engine_dtype=self.settings.rollout.dtype,
+                exact=self.settings.rollout.exact,
             )
         )
         if self.ledger.state.version >= self.train.steps:

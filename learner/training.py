@@ -12,8 +12,9 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -22,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from broker.contract import wire
 from broker.errors import UserError
 from broker.runtime.spans import SpanRecorder
+from broker.telemetry.operator_profile import ProfilePlan, StepProfiler
 from learner.algorithm.assembly import SampleAssembler
 from learner.algorithm.batch_adjust import adjust_samples
 from learner.algorithm.episodes import num_bytes, without_episodes
@@ -75,6 +77,7 @@ class TrainingThread:
         turns: on devices that the model shares with other processes; None: they are always the
             model's. A step then takes one turn, so ``stream`` must be False.
         record_tokens: record entropy and importance ratio of each token, if the backend can.
+        profile: the steps whose operators are recorded; None: none are.
     """
 
     def __init__(
@@ -86,6 +89,7 @@ class TrainingThread:
         stream: bool = True,
         turns: DeviceTurns | None = None,
         record_tokens: bool = False,
+        profile: ProfilePlan | None = None,
     ) -> None:
         if stream and turns is not None:
             raise ValueError(
@@ -112,6 +116,7 @@ class TrainingThread:
         self._stopped = asyncio.Event()
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.spans = SpanRecorder()
+        self._profiler = StepProfiler(profile)
 
     async def open(self) -> Backend:
         """Build the backend; only jobs may touch it.
@@ -219,6 +224,7 @@ class TrainingThread:
     def close(self) -> None:
         """Wait for the thread and for everything that the backend started to end."""
         self.abandon()
+        self._thread.submit(self._profiler.close).result()
         if hasattr(self, "backend"):
             self._thread.submit(self.backend.close).result()
         self._thread.shutdown()
@@ -259,7 +265,7 @@ class TrainingThread:
         if not can_stream or (self._assembly.needs_batch and not self._assembly.scores_stream):
             return
         self._num_streamed += 1
-        with self.spans.work("train"):
+        with self._work():
             if self._assembly.needs_batch:
                 self._scores.add(self._assembly.unscored(group))
             else:
@@ -268,6 +274,14 @@ class TrainingThread:
                     self._groups[-1] = without_episodes(group)
                     self._num_freed += 1
         self._busy_s += time.monotonic() - started_at
+
+    @contextmanager
+    def _work(self) -> Iterator[None]:
+        """Measure work on the current step."""
+        # A backend of the user's need not count steps.
+        step = self.backend.version + 1 if self._profiler.is_active else 0
+        with self.spans.work("train"), self._profiler.record(step):
+            yield
 
     def _train(self, group: wire.Group) -> None:
         samples = self._assembly.stream(group)
@@ -340,12 +354,13 @@ class TrainingThread:
     def _finish(self, version: int, rules: TicketRules | None) -> TrainingResult | None:
         started_at = time.monotonic()
         selected = most_varied(self._groups, self._keep_fraction(rules))
-        with self.spans.work("train"):
+        with self._work():
             needs_batch = self._assembly.needs_batch
             train = self._train_batch if needs_batch else self._train_rest
             values = train(version, selected)
         if values is None:
             return None
+        self._profiler.end(version + 1)
         step = self._step
         tokens = self._figures.take() if self._record_tokens else None
         self._begin_step()

@@ -15,6 +15,7 @@ from broker.errors import ConfigError
 from broker.runtime.shared_devices import SharedDevices
 from broker.settings.registry import resolve
 from broker.settings.run_settings import RunSettings
+from broker.telemetry.operator_profile import ProfilePlan
 from learner.algorithm.advantages import ADVANTAGES
 from learner.backends import BACKENDS
 from learner.training import TrainingThread
@@ -64,6 +65,7 @@ async def open_training(
     folder: Path = Path(),
     record_tokens: bool = False,
     seed: int | None = None,
+    profile: ProfilePlan | None = None,
 ) -> TrainingThread:
     """Build the backend of a run's configuration in the training thread; the caller closes it.
 
@@ -74,6 +76,7 @@ async def open_training(
         folder: where the model goes in their turns, if it is in host memory.
         record_tokens: record entropy and importance ratio of each trained token.
         seed: of the rules that the log begins with; None: of the configuration.
+        profile: the steps whose operators are recorded.
 
     Raises:
         ConfigError: if the backend refuses the configuration, or cannot take turns.
@@ -94,13 +97,22 @@ async def open_training(
         max_length=max_length,
         max_context=settings.rollout.max_context_tokens,
     )
+    if settings.rollout.exact:
+        # Other backends need not know it: ``check`` refuses them.
+        build = partial(build, exact=True)
     estimator = resolve("advantages", algorithm.adv_estimator, ADVANTAGES)
     if devices is not None and not getattr(backend_class, "offloads", False):
         raise ConfigError("train.backend", train.backend, "torch, ddp or fsdp2 with --share-gpus")
     turns = DeviceTurns(devices, folder) if devices is not None else None
     stream = train.streaming != "never" and turns is None
     training = TrainingThread(
-        build, estimator, algorithm, stream=stream, turns=turns, record_tokens=record_tokens
+        build,
+        estimator,
+        algorithm,
+        stream=stream,
+        turns=turns,
+        record_tokens=record_tokens,
+        profile=profile,
     )
     try:
         await training.open()

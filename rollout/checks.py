@@ -16,6 +16,7 @@ from rlearner_text.model_checks import known_positions
 from rollout.config import RolloutSection
 from rollout.engines import ENGINE_ARGS, ENGINES
 from rollout.engines.args import EngineArgs
+from rollout.exact_checks import check_exact
 
 _OWN_MODEL: Final = ("hf", "vllm", "sglang")  # engines that compute
 
@@ -42,6 +43,7 @@ def check(settings: RunSettings) -> None:
         raise ConfigError("rollout.snapshot", section.snapshot, allowed)
     if section.snapshot_only and section.snapshot is None:
         raise ConfigError("rollout.snapshot_only", True, "false without rollout.snapshot")
+    check_exact(settings)
     if (section.http_tls_cert is None) != (section.http_tls_key is None):
         allowed = "null, or set together with rollout.http_tls_key (--tls-cert, --tls-key)"
         raise ConfigError("rollout.http_tls_cert", section.http_tls_cert, allowed)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal
 
 from broker.channel import carriers
@@ -32,6 +33,7 @@ from broker.settings.schema.model import ModelSection
 from broker.system import gpus
 from broker.system.batch_job import batch_job
 from broker.system.devices import device_names
+from broker.telemetry.operator_profile import ProfilePlan
 from rlearner_text.config import check_model_path
 from rlearner_text.model_files import LocalModel, local_model
 from rollout import replicas
@@ -121,7 +123,10 @@ async def _serve(
     settings = RunSettings.of_config(spec.config)
     model = await local_model(member.bus, spec)
     config = replace(
-        _engine_config(settings.model, section, model), device=device, shares_device=bool(shared)
+        _engine_config(settings.model, section, model),
+        device=device,
+        shares_device=bool(shared),
+        profile=_profile_plan(settings, section, member.id),
     )
     engine_class: type[Engine] = await asyncio.to_thread(
         registry.resolve, "engines", section.engine, ENGINES
@@ -159,6 +164,7 @@ def _built_from(spec: wire.RunSpec) -> tuple[object, ...]:
         settings.broker.bind,
         settings.train.weights_bucket_mib,
         settings.train.weights_dtype,
+        settings.train.profile,
     )
 
 
@@ -171,6 +177,23 @@ def _engine_config(model: ModelSection, section: RolloutSection, local: LocalMod
         trust_remote_code=model.trust_remote_code,
         chat_template=model.chat_template,
     )
+
+
+def _profile_plan(
+    settings: RunSettings, section: RolloutSection, server: str
+) -> ProfilePlan | None:
+    """Return which steps' operators to record in the run's folder.
+
+    A host that does not share the folder records none: it would write where a stranger tells it to.
+    """
+    folder = (Path(settings.run.dir) / str(settings.run.name)).absolute()
+    plan = settings.train.profile.plan(folder, server)
+    if plan is None or section.policy != ACTOR:
+        return None
+    if not (folder / "config.yaml").is_file():
+        log.info("train.profile: nothing is recorded here, where the run has no folder %s", folder)
+        return None
+    return plan
 
 
 class _Importing:

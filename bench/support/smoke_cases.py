@@ -94,6 +94,11 @@ CASES: Final = (
     ),
     SmokeCase("bench.engine", ("turns_per_s",), ("--requests", "4", "--repeats", "1", *TINY_MODEL)),
     SmokeCase(
+        "bench.exact",
+        ("equal", "tokens", "is_mean", "kl", "cost"),
+        ("--pairs", "1", "--requests", "8", *TINY_MODEL),
+    ),
+    SmokeCase(
         "bench.weights", ("ratio_transfer",), ("--pairs", "7", "--layers", "1", "--bucket-mib", "8")
     ),
     SmokeCase(

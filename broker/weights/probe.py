@@ -30,7 +30,7 @@ def make_probe(
         logprobs: shape (n - 1,): log p(token[i + 1] | token[: i + 1]) under the offered weights,
             temperature 1.
         tolerance: largest absolute difference that a correct server may show, in nine of ten
-            tokens.
+            tokens; 0: every bit counts.
     """
     values = np.asarray(logprobs, dtype="<f4").reshape(-1)
     if len(token_ids) < 2 or len(values) != len(token_ids) - 1:
@@ -59,12 +59,24 @@ def check_probe(probe: wire.Probe, logprobs: npt.ArrayLike) -> float:
     if actual.shape != expected.shape:
         raise OfferRefused(f"probe: {len(actual)} logprobs for {len(expected)} expected")
     if (worst := wrong_token(probe, actual)) is not None:
+        if not probe.tolerance:
+            raise OfferRefused(_describe_inexact(probe, actual, worst))
         difference = f"token {worst + 1} has logprob {actual[worst]:.6f}, the learner's is {expected[worst]:.6f}"
         tolerance = (
             f"tolerance {probe.tolerance:g}; the bytes are correct but were loaded incorrectly"
         )
         raise OfferRefused(f"probe: after loading, {difference}, {tolerance}")
     return float(_differences(probe, actual).max(initial=0.0))
+
+
+def _describe_inexact(probe: wire.Probe, logprobs: npt.NDArray[np.float32], worst: int) -> str:
+    """Return why a server may compute other bits than the learner."""
+    difference = float(_differences(probe, logprobs)[worst])
+    number = f"the logprob of token {worst + 1} differs by {difference:.3g} from the learner's"
+    return (
+        f"probe: {number}, and rollout.exact allows no difference: give both the same kind of "
+        "processor, as many threads, and the same torch and transformers"
+    )
 
 
 def wrong_token(probe: wire.Probe, logprobs: npt.ArrayLike) -> int | None:

@@ -58,6 +58,7 @@ class Backend(Protocol):
         max_length: the constant of ``seq-mean-token-sum-norm``, in tokens.
         max_context: tokens of the run's longest sequence, by which some models scale positions;
             None for the model's.
+        exact: the policy's logprobs have the same bits as those of engine hf.
 
     Raises:
         ConfigError: if the model, the device or the loss does not exist, or settings exclude each
@@ -75,11 +76,16 @@ class Backend(Protocol):
         ref_path: str | None = None,
         max_length: int | None = None,
         max_context: int | None = None,
+        exact: bool = False,
     ) -> None: ...
 
     @property
     def vocab_size(self) -> int:
         """Token ids are below this."""
+
+    @property
+    def version(self) -> int:
+        """Steps completed, over all incarnations."""
 
     def follow_rules(self, *, steps: int, seed: int) -> None:
         """Use these from now on: the log's settings of a step come before the configuration's.

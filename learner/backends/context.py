@@ -24,6 +24,7 @@ class RunContext:
     ref_path: str | None = None
     max_length: int | None = None
     max_context: int | None = None
+    exact: bool = False
 
     @property
     def first_path(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 
+from msgspec import structs
 from torch import Tensor
 
 from broker.contract import wire
@@ -38,6 +39,7 @@ class WeightOffering:
     Args:
         probe_ids: the tokens of the probes, see ``read_probe_ids``; empty: random ones.
         engine_dtype: ``rollout.dtype``.
+        exact: ``rollout.exact``.
 
     Raises:
         ConfigError: if ``train.weights_backend`` needs the weights on a GPU and they are not.
@@ -51,10 +53,12 @@ class WeightOffering:
         probe_ids: Sequence[int] = (),
         *,
         engine_dtype: str | None = None,
+        exact: bool = False,
     ) -> None:
         self._backend = backend
         self._train = train
-        self._probe = WeightProbe(backend, dtype, (train.weights_dtype, engine_dtype), probe_ids)
+        converted = (train.weights_dtype, engine_dtype)
+        self._probe = WeightProbe(backend, dtype, converted, probe_ids, exact=exact)
         self._stripes: RankStripes | None = None
         # Of the sender.
         self.plan: LayoutPlan
@@ -178,7 +182,7 @@ class WeightOffering:
 
     def logprobs_difference(self) -> str:
         """Return the token whose logprob differs most from plain attention's; empty if none."""
-        probed = self.probe()
+        probed = structs.replace(self.probe(), tolerance=self._probe.rounding)
         plain = self._backend.plain_logprobs(probed.token_ids.array())
         if plain is None:
             return ""

@@ -57,6 +57,7 @@ class WeightProbe:
         dtype: of the backend's weights.
         converted: into which they are converted on the wire and in engines; None: unchanged.
         token_ids: of the text; fewer than two: random ones.
+        exact: servers must compute the same bits.
     """
 
     def __init__(
@@ -65,11 +66,15 @@ class WeightProbe:
         dtype: str,
         converted: Sequence[str | None] = (),
         token_ids: Sequence[int] = (),
+        *,
+        exact: bool = False,
     ) -> None:
         self._backend = backend
         self._dtype = dtype
         kinds = {dtype, *(kind or dtype for kind in converted)} - {fp8.NAME}
-        self._tolerance = max(TOLERANCE[kind] for kind in kinds)
+        # Between two ways of computing.
+        self.rounding = max(TOLERANCE[kind] for kind in kinds)
+        self._tolerance = 0.0 if exact else self.rounding
         self._token_ids = list(token_ids)
         if len(self._token_ids) < 2:
             self._token_ids = (

@@ -26,6 +26,7 @@ from broker.nats.nats_errors import ApiError
 from broker.runtime.presence import CENSUS_S, census, display_name
 from broker.settings.run_address import is_held, noted_address, private_addresses
 from broker.system.visible_text import visible
+from broker.telemetry.operator_profile import FOLDER
 from learner.checkpoints import checkpoint
 from learner.credit import ledger_file, ledger_segments
 from learner.reporting.metrics import describe_damage, read_lines
@@ -118,6 +119,7 @@ def on_disk(folder: Path, steps: int) -> dict[str, Any]:
         "tickets": {name: counts[name] for name in TICKETS if name in counts},
         "dead": dead,
         "ledger_file": problem or _ledger_state(lines),
+        "profile": profile_files(folder),
         "checkpoints": [
             _checkpoint_step(path) for path in checkpoint.list_checkpoints(folder / "checkpoints")
         ],
@@ -147,6 +149,12 @@ def _ledger_state(lines: list[ledger_file.LedgerLine]) -> str:
     if lines and lines[0].state == "unrecorded":
         return f"nothing is recorded of tickets before step {lines[0].step}"
     return "ok" if lines else "none yet"
+
+
+def profile_files(folder: Path) -> list[str]:
+    """Return the traces and tables of ``train.profile``, relative to the working folder."""
+    files = [*(folder / FOLDER).glob("*.txt"), *(folder / FOLDER).glob("*.json.gz")]
+    return [os.path.relpath(file) for file in sorted(files) if not file.name.startswith(".")]
 
 
 def _checkpoint_step(path: Path) -> int | str:
@@ -248,6 +256,8 @@ def text_of(status: Mapping[str, Any], now: float) -> list[str]:
     lines += [f"  warning      {text}" for text in status["warnings"]]
     checkpoints = ", ".join(map(str, status["checkpoints"])) or "none yet"
     lines.append(f"  checkpoints  {checkpoints}; ledger file: {status['ledger_file']}")
+    if status.get("profile"):
+        lines.append(f"  profile      {', '.join(status['profile'])}")
     if status["broker"] is None:
         return lines
     if offer := status["weights"]:

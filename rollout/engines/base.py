@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.contract import wire
+from broker.telemetry.operator_profile import ProfilePlan
 from rlearner_text.openai.token_events import TokenListener
 from rollout.config import RolloutSection
 
@@ -37,6 +38,8 @@ class EngineConfig:
             ``adopt`` or
         ``update_weights``.
         shares_device: whether the engine will ``sleep``, which some must know when they start.
+        profile: the steps whose operators engine hf records, each while it samples with the weights
+            that the step starts from; None: none.
     """
 
     model_path: str
@@ -48,6 +51,7 @@ class EngineConfig:
     has_weights: bool = True
     shares_device: bool = False
     chat_template: str | None = None
+    profile: ProfilePlan | None = None
 
 
 @dataclass(frozen=True, slots=True)

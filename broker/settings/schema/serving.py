@@ -34,7 +34,8 @@ class RolloutSection(Section):
 
     harmless = (
         "policy", "max_running", "max_context_tokens", "prefill_tokens", "prefix_cache",
-        "preempt_after_s", "update_mode", "dtype", "weights_into", "num_threads", "drain_timeout_s",
+        "preempt_after_s", "update_mode", "exact", "dtype", "weights_into", "num_threads",
+        "drain_timeout_s",
     )  # fmt: skip
 
     # a name in the registry of rollout/engines, or MODULE:CLASS
@@ -60,6 +61,9 @@ class RolloutSection(Section):
     preempt_after_s: NonNegativeFloat | None = 2.0
     # what happens to requests in flight at new weights
     update_mode: Literal["keep", "recompute", "abort"] = "keep"
+    # tokens have the very logprobs that the learner computes, bit for bit: engine hf with
+    # train.backend torch; slower
+    exact: bool = False
     # OpenAI-compatible API; 0: any free port
     http_port: Annotated[int, Field(ge=0, le=65535)] | None = None
     # where it listens; null: at broker.bind

@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import re
+from pathlib import Path
+from typing import Annotated, Final, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
 
 from broker.contract.wire import Carrier
 from broker.settings.config import Device, Section
+from broker.telemetry.operator_profile import FOLDER, ProfilePlan
+
+MAX_PROFILED: Final = 10  # steps whose operators are recorded
+_STEPS: Final = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 Beta = Annotated[float, Field(ge=0, lt=1)]  # of Adam's averages
 
@@ -48,6 +61,46 @@ class MegatronSection(Section):
     # ranks per layer; must divide heads, key-value heads and MLP columns
     tensor_parallel: PositiveInt = 1
     pipeline_parallel: PositiveInt = 1  # pipeline stages; must divide the number of layers
+
+
+def _profiled_steps(value: str | int) -> range:
+    """Return the steps of ``10`` or ``10-12``; none if it is neither."""
+    match = _STEPS.fullmatch(str(value))
+    if match is None:
+        return range(0)
+    return range(int(match[1]), int(match[2] or match[1]) + 1)
+
+
+def _check_profiled(value: str | int) -> str | int:
+    steps = _profiled_steps(value)
+    if not 1 <= len(steps) <= MAX_PROFILED or steps[0] < 1:
+        raise ValueError(f"a step or a range of at most {MAX_PROFILED}, for example 10-12")
+    return value
+
+
+class ProfileSection(Section):
+    """Records the operators of torch, in the learner (rank 0) and in engine hf."""
+
+    # a step or at most ten, for example 10-12; traces and a table of the ten largest operators in
+    # the run's folder; null: none
+    steps: Annotated[str | PositiveInt, AfterValidator(_check_profiled)] | None = None
+
+    def plan(self, folder: Path, name: str) -> ProfilePlan | None:
+        """Return what a process records; None for nothing.
+
+        Args:
+            folder: of the run.
+            name: of the process.
+        """
+        if self.steps is None:
+            return None
+        steps = _profiled_steps(self.steps)
+        return ProfilePlan(folder / FOLDER, name, steps[0], steps[-1])
+
+    @property
+    def last_step(self) -> int:
+        """The last step that is recorded; 0 if none is."""
+        return 0 if self.steps is None else _profiled_steps(self.steps)[-1]
 
 
 class OptimizationSection(Section):
@@ -95,6 +148,7 @@ class TrainSection(OptimizationSection):
     ranks: PositiveInt = 1
     deepspeed: DeepspeedSection = DeepspeedSection()
     megatron: MegatronSection = MegatronSection()
+    profile: ProfileSection = ProfileSection()
     lr: PositiveFloat = 1e-6
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     # steps over which the learning rate rises from 0

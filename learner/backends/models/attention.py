@@ -93,7 +93,7 @@ class SequenceAttention:
         is_local = self.pattern is not None and self.pattern.size < length
         is_plain = self.softcap is None and self.sinks is None
         if is_plain and not is_local:
-            return _attend_plainly(query, key, value, scaling=self.scaling)
+            return attend_plainly(query, key, value, scaling=self.scaling)
         # Kernels that take a mask need as many heads of keys as of queries.
         if heads != kv_heads:
             key, value = (states.repeat_interleave(heads // kv_heads, 1) for states in (key, value))
@@ -101,7 +101,7 @@ class SequenceAttention:
         step = max(1, min(_MAX_QUERIES, _MAX_SCORES // (rows * heads * size)))
         attend_block: Callable[..., Tensor] = self._attend_fully
         if is_plain:
-            attend_block = partial(_attend_plainly, scaling=self.scaling)
+            attend_block = partial(attend_plainly, scaling=self.scaling)
         blocks: list[Tensor] = []
         for start in range(0, length, step):
             stop = min(start + step, length)
@@ -141,7 +141,7 @@ class SequenceAttention:
         return weights.to(query.dtype) @ value
 
 
-def _attend_plainly(
+def attend_plainly(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, *, scaling: float | None
 ) -> Tensor:
     """Use torch's kernel, causally if there is no mask."""
@@ -175,6 +175,7 @@ def compute_attention(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     packing: PackedRow | None = None,
+    kind: type[SequenceAttention] = SequenceAttention,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention for transformers.
@@ -184,6 +185,7 @@ def compute_attention(
             share them.
         attention_mask: what ``describe_mask`` returned.
         packing: of the only row.
+        kind: what computes the attention of rows.
 
     Returns:
         (rows, tokens, heads, width), and no attention weights.
@@ -208,7 +210,7 @@ def compute_attention(
         raise InexactAttentionError(
             f"its attention has a window of {sliding_window} that its mask does not have"
         )
-    form = SequenceAttention(scaling, attention_mask, softcap, s_aux)
+    form = kind(scaling, attention_mask, softcap, s_aux)
     return attend_sequences(form, query, key, value, packing), None
 
 

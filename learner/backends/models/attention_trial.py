@@ -20,8 +20,10 @@ from torch import Tensor
 from broker.errors import ConfigError
 from learner.algorithm.packing import Array
 from learner.backends.models.attention import NAME, InexactAttentionError, register_attention
+from learner.backends.models.exact_attention import EXACT_NAME, register_exact_attention
 from learner.backends.models.mixers import separate_sequences
 from learner.backends.models.packed_rows import SharedRow, pack_row
+from rlearner_text.exact.exact_layers import refuse_exact
 
 # Tokens that all sequences begin with, so that packed rows share a prefix.
 _PREFIX: Final = 2
@@ -50,12 +52,15 @@ _MIN_NOISE: Final = 1e-6
 
 
 @torch.no_grad()
-def choose_attention(model: Any, device: torch.device, path: str, *, packed: bool) -> str:
+def choose_attention(
+    model: Any, device: torch.device, path: str, *, packed: bool, exact: bool = False
+) -> str:
     """Give a causal language model an attention that computes what transformers does.
 
     Args:
         path: of the model, for the error.
         packed: let it take packed rows, if it can.
+        exact: rows give the same bits as each gives alone.
 
     Returns:
         Why it takes no packed rows; empty if it does.
@@ -65,6 +70,8 @@ def choose_attention(model: Any, device: torch.device, path: str, *, packed: boo
     """
     register_attention()
     original = model.config._attn_implementation
+    if exact:
+        return _choose_exact(model, device, packed=packed)
     with _short_switches(model):
         _set_attention(model, "eager")
         trunk = trunk_of(model)
@@ -86,6 +93,31 @@ def choose_attention(model: Any, device: torch.device, path: str, *, packed: boo
     raise ConfigError(
         "model.path", path, f"{kind} cannot be trained: {difference} in rows of different lengths"
     )
+
+
+def _choose_exact(model: Any, device: torch.device, *, packed: bool) -> str:
+    """As ``choose_attention``, for ``rollout.exact``; the model's layers are exact already."""
+    register_exact_attention()
+    with _short_switches(model):
+        _set_attention(model, "eager")
+        trunk = trunk_of(model)
+        trial = AttentionTrial(trunk, device)
+        undo = separate_sequences(trunk)
+        if not _set_attention(model, EXACT_NAME):
+            raise refuse_exact(model, "its attention cannot be replaced")
+        try:
+            alone = AttentionTrial(trunk, device)
+        except _FAILURES as error:
+            raise refuse_exact(model, _first_words(error)) from None
+        problem = "it was not asked to"
+        if packed:
+            problem = trial.refuse(trial.read_packed) or alone.refuse_bits(alone.read_packed)
+            if not problem:
+                return ""
+        undo()
+        if reason := trial.refuse(trial.read_padded) or alone.refuse_bits(alone.read_padded):
+            raise refuse_exact(model, reason)
+        return problem
 
 
 def trunk_of(model: Any) -> Any:
@@ -122,7 +154,7 @@ class AttentionTrial:
         try:
             difference = self._distance(read())
         except _FAILURES as error:
-            return " ".join(str(error).split())[:200] or type(error).__name__
+            return _first_words(error)
         if self.leak < _MIN_CONTRAST * self.noise and difference > self.noise:
             return f"rounding errors ({self.noise:.1g}) hide whether sequences are separate"
         if difference <= self.limit:
@@ -130,6 +162,13 @@ class AttentionTrial:
         return (
             f"states differ by {difference:.1g} of their size, rounding errors by {self.noise:.1g}"
         )
+
+    def refuse_bits(self, read: Callable[[], Sequence[Tensor]]) -> str:
+        """Return why a way of reading the sequences changes a bit; empty if it does not."""
+        for states, alone in zip(read(), self._alone, strict=True):
+            if not torch.equal(states, alone):
+                return "its states change with the sequences next to them"
+        return ""
 
     def read_packed(self) -> list[Tensor]:
         """Return the states of the sequences in one row."""
@@ -169,6 +208,10 @@ class AttentionTrial:
             _relative_difference(states, alone)
             for states, alone in zip(results, self._alone, strict=True)
         )
+
+
+def _first_words(error: Exception) -> str:
+    return " ".join(str(error).split())[:200] or type(error).__name__
 
 
 def _relative_difference(states: Tensor, expected: Tensor) -> float:

@@ -67,7 +67,11 @@ class ModelSet:
         self._context = context
         load = load or (
             lambda path, trained: PolicyModel(
-                path, device=device, trainable=trained, **context.loading
+                path,
+                device=device,
+                trainable=trained,
+                exact=context.exact and trained,
+                **context.loading,
             )
         )
         self.policy: PolicyModel = load(context.policy_path, True)

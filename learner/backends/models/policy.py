@@ -25,6 +25,7 @@ from learner.backends.models.support import training_problem
 from learner.backends.models.token_scores import token_scores
 from learner.config import LoraSection
 from rlearner_text.config import ModelSection, check_model_path
+from rlearner_text.exact.exact_layers import exact_problem, make_exact, refuse_exact
 from rlearner_text.finite_weights import weights_problem
 from rlearner_text.hub import model_folder, read_json
 from rlearner_text.rope import fix_rope
@@ -53,6 +54,7 @@ class PolicyModel:
         max_context: tokens of the run's longest sequence; None for the model's positions.
         divided: leave its weights to a backend that reads a part of them on each rank, if their
             files allow that.
+        exact: compute each token with the same bits in any batch (``rollout.exact``).
 
     Attributes:
         empty: its weights, which must be read before ``probe``; None if it has them.
@@ -69,11 +71,13 @@ class PolicyModel:
         trainable: bool = True,
         packing: bool = False,
         divided: bool = False,
+        exact: bool = False,
         max_context: int | None = None,
     ) -> None:
         self.device = device
         self.path = path
         self._packing = packing
+        self._exact = exact
         self.empty: EmptyModel | None = None
         if divided:
             opened = open_empty(path, model)
@@ -86,6 +90,8 @@ class PolicyModel:
             self.module = self.empty.module
         else:
             self.module = load_model(path, model, device, max_context)
+        if exact:
+            self._make_exact(max_context)
         self.module.requires_grad_(trainable)
         for name in untrained_parts(self.module):
             # Text does not reach them: they would only decay. Checkpoints keep them as they are.
@@ -115,13 +121,23 @@ class PolicyModel:
 
         def run() -> Tensor:
             self.unpackable = choose_attention(
-                self.module, self.device, self.path, packed=self._packing
+                self.module,
+                self.device,
+                self.path,
+                packed=self._packing,
+                exact=self._exact,
             )
             self._plain_head = self._head_is_plain()
             return torch.zeros(())
 
         self.within(run)
         self.empty = None
+
+    def _make_exact(self, max_context: int | None) -> None:
+        if problem := exact_problem(self.module):
+            raise refuse_exact(self.module, problem)
+        positions = self.module.config.get_text_config().max_position_embeddings
+        make_exact(self.module, max_context or int(positions))
 
     def adapt(self, section: LoraSection, seed: int) -> LoraAdapters:
         """Freeze the model and train adapters; see ``learner.backends.models.lora``."""

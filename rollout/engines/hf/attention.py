@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from broker.errors import UserError
+from rlearner_text.exact.blockwise_attention import attend_rows
 from rollout.engines.hf.forward_pass import ForwardPass, PassLayout, Segment, SegmentBlock
 from rollout.engines.hf.mask_rule import MaskRule, mask_rule
 
@@ -33,15 +34,20 @@ class SlotAttention:
     ``current`` is the pass under way: a Pass reads and writes slots; None is one causal sequence
     that uses no slot. ``is_capped`` tells whether a layer caps its scores, which PyTorch's fused
     attention does not do. While ``discovers`` is set, a pass finds out what each layer keeps.
+
+    Args:
+        exact: the result for a token has the same bits in any pass (``rollout.exact``).
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, exact: bool = False) -> None:
         self.device = device
+        self.exact = exact
         self.current: PassLayout | None = None
         self.is_capped = False
         self.discovers = False
         # layer: KV heads, key size, value size, dtype
         self.shapes: dict[int, tuple[int, int, int, torch.dtype]] = {}
+        self._attend = _attend_exactly if exact else _attend
         self._keys: dict[int, Tensor] = {}
         self._values: dict[int, Tensor] = {}
 
@@ -99,6 +105,8 @@ class SlotAttention:
         shape = _How(key.shape[1], query.shape[1] // key.shape[1], scaling, softcap, s_aux)
         rule = mask_rule(attention_mask, type(module).__name__)
         self.is_capped = self.is_capped or softcap is not None
+        if self.exact and (rule is not None or softcap is not None or s_aux is not None):
+            raise UserError("rollout.exact has no attention with windows, caps or sinks")
         layer = int(module.layer_idx)  # type: ignore[arg-type]  # every attention module in transformers has one
         if self.current is None:
             if self.discovers and layer in self.shapes:
@@ -108,7 +116,7 @@ class SlotAttention:
             alone = ForwardPass([Segment(0, 0, rows)], rows, self.device)
             block = alone.blocks[0]
             mask = alone.mask(block, shape.groups, rule, query.dtype)
-            return _attend(query, key, value, mask=mask, block=block, shape=shape)[None], None
+            return self._attend(query, key, value, mask=mask, block=block, shape=shape)[None], None
         return self._slotted(
             self.current, layer, query, key=key, value=value, rule=rule, shape=shape
         )[None], None
@@ -136,7 +144,7 @@ class SlotAttention:
             keys_here = now.read(keys, block)
             values_here = now.read(values, block)
             outputs.append(
-                _attend(query, keys_here, values_here, mask=mask, block=block, shape=shape)
+                self._attend(query, keys_here, values_here, mask=mask, block=block, shape=shape)
             )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
@@ -196,27 +204,60 @@ def _attend(
     KV heads, length, head size). Query heads that share a KV head are concatenated like additional
     queries, so no key is copied.
     """
-    head_dim = query.shape[-1]
     # nothing to fold
     if block.new == 1 and shape.groups == 1 and shape.softcap is None and shape.sinks is None:
         rows = query[0, :, block.rows].transpose(0, 1)[:, :, None]
         return F.scaled_dot_product_attention(
             rows, keys, values, attn_mask=mask, scale=shape.scale
         )[:, :, 0]
-    folded = query[0, :, block.rows].view(
-        shape.kv_heads, shape.groups, block.size, block.new, head_dim
-    )
-    folded = folded.permute(2, 0, 1, 3, 4).reshape(
-        block.size, shape.kv_heads, shape.groups * block.new, head_dim
-    )
+    folded = _folded(query, block, shape)
     if shape.softcap is None and shape.sinks is None:
         out = F.scaled_dot_product_attention(
             folded, keys, values, attn_mask=mask, scale=shape.scale
         )
     else:
         out = _explicit(folded, keys, values, mask=mask, block=block, shape=shape)
+    return _unfolded(out, block, shape)
+
+
+def _folded(query: Tensor, block: SegmentBlock, shape: _How) -> Tensor:
+    """Return queries with those that share a KV head, (segments, KV heads, groups * new, size)."""
+    folded = query[0, :, block.rows].view(
+        shape.kv_heads, shape.groups, block.size, block.new, query.shape[-1]
+    )
+    return folded.permute(2, 0, 1, 3, 4).reshape(
+        block.size, shape.kv_heads, shape.groups * block.new, query.shape[-1]
+    )
+
+
+def _unfolded(out: Tensor, block: SegmentBlock, shape: _How) -> Tensor:
+    """Return the result for folded queries as (rows of the block, heads, size)."""
     out = out.view(block.size, shape.kv_heads, shape.groups, block.new, -1).permute(0, 3, 1, 2, 4)
     return out.reshape(block.size * block.new, shape.kv_heads * shape.groups, -1)
+
+
+def _attend_exactly(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    block: SegmentBlock,
+    shape: _How,
+) -> Tensor:
+    """Compute what ``_attend`` does with the same bits in any block; ``mask`` is plainly causal."""
+    folded = _folded(query, block, shape)
+    batch = block.size * shape.kv_heads
+    starts = torch.tensor(block.starts, device=query.device)
+    last = starts[:, None] + torch.arange(block.new, device=query.device)
+    last = last[:, None, None].expand(-1, shape.kv_heads, shape.groups, -1)
+    out = attend_rows(
+        folded.reshape(batch, -1, folded.shape[-1]),
+        keys.reshape(batch, -1, keys.shape[-1]),
+        values.reshape(batch, -1, values.shape[-1]),
+        last.reshape(batch, -1),
+        scaling=query.shape[-1] ** -0.5 if shape.scale is None else shape.scale,
+    )
+    return _unfolded(out, block, shape)
 
 
 def _explicit(

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from broker.contract import wire
+from broker.telemetry.operator_profile import StepProfiler
 from rlearner_text.openai.token_events import TokenEvent, TokenListener
 from rollout.engines.base import NO_VERSION, EngineConfig, EngineStats, GenerationOutput, UpdateMode
 from rollout.engines.hf.engine_core import EngineCore
@@ -45,6 +46,7 @@ class HFEngine:
         self._taps: dict[str, TokenListener] = {}
         self._preparing: set[str] = set()  # requests whose grammars are being compiled
         self._core: EngineCore | None = None
+        self._profiler = StepProfiler(config.profile)
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop
         self._ended: asyncio.Future[None]
@@ -196,6 +198,7 @@ class HFEngine:
         else:
             self._post(self._end, None)
         finally:
+            self._profiler.close()
             core.model.close()
 
     def _turn(self, core: EngineCore) -> bool:
@@ -204,7 +207,8 @@ class HFEngine:
         """
         core.admit(time.monotonic())
         if core.can_step:
-            core.step()
+            with self._profiler.record(core.version + 1):
+                core.step()
         if core.told:
             events = core.told
             core.told = []

@@ -20,6 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from broker.errors import UserError
 from broker.weights.memory.cuda import numbered
 from broker.weights.memory.offload import OffloadedMemory
+from rlearner_text.exact.exact_layers import exact_problem, make_exact, refuse_exact
 from rlearner_text.finite_weights import weights_problem
 from rlearner_text.hub import model_folder
 from rlearner_text.rope import fix_rope
@@ -57,11 +58,13 @@ class SlotModel:
         args = HFArgs.model_validate(section.engine_args)
         self.device = pick_device(config.device)
         self.model = load_model(config, self.device)
+        if section.exact:
+            self._make_exact(section.max_context_tokens)
         self._held = HeldWeights(self.model)
         self.vocab_size = int(self.model.get_input_embeddings().num_embeddings)
         self.max_context = fitting_context(self.model, section.max_context_tokens)
         fix_rope(self.model, self.max_context)
-        self.attention = SlotAttention(self.device)
+        self.attention = SlotAttention(self.device, exact=section.exact)
         self.states = RecurrentStates(self.device)
         self._name = f"rlearner_slots_{next(_numbers)}"
         self._native = self.model.config._attn_implementation
@@ -71,9 +74,13 @@ class SlotModel:
             args, section.max_running, section.prefix_cache
         )
         self._offloaded = OffloadedMemory()
-        self.decoder = None if args.enforce_eager else self._make_decoder()
-        self._held.copies = self.decoder is not None
+        is_eager = args.enforce_eager or section.exact
+        self.decoder = None if is_eager else self._make_decoder()
+        # Products of matrices at other addresses may be summed in another order.
+        self._held.copies = section.exact or self.decoder is not None
         test = test_slots(self, tokenizer)
+        if section.exact and (problem := test.exact_problem()):
+            raise refuse_exact(self.model, problem)
         if self.decoder is not None and (problem := test_static_passes(self, test)):
             self.decoder.turn_off(problem)
             self.decoder = None
@@ -226,6 +233,11 @@ class SlotModel:
         if self.decoder is not None:
             self.decoder.keep_addresses([*self.model.parameters(), *self.model.buffers()])
 
+    def _make_exact(self, max_context: int) -> None:
+        if problem := exact_problem(self.model):
+            raise refuse_exact(self.model, problem)
+        make_exact(self.model, max_context)
+
     def _make_decoder(self) -> StaticDecoder | None:
         """Return a decoder with CUDA graphs; None if the device has none, or the model's states
         prevent it.
@@ -293,6 +305,8 @@ class SlotModel:
                     self.model, lambda cache: self._run(ids, ids[None], ids[-1:], cache)
                 )
             self.attention.discovers = False
+            if self.attention.exact and self.states.layers:
+                raise UserError("rollout.exact has no layers with recurrent states")
             if not self.attention.shapes and not self.states.layers:
                 raise UserError(
                     "none of its layers has attention or a state that transformers' caches know"

@@ -128,6 +128,14 @@ class _SelfTest:
         return ""
 
     @torch.inference_mode()
+    def exact_problem(self) -> str:
+        """Return how slots change the bits that a sequence gives alone; empty if not."""
+        alone = self._joined([self._without_slots(text) for text in self._texts])
+        if np.array_equal(alone, self._joined(self._over_slots())):
+            return ""
+        return "a sequence read in parts, next to others, gives other bits than alone"
+
+    @torch.inference_mode()
     def static_problem(self) -> str:
         """Return how recorded passes differ from transformers, by the noise of ``problem``."""
         for gathers in (False, True):
