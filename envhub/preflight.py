@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from broker.settings.preflight import PreflightFinding
 from broker.settings.run_settings import RunSettings
@@ -68,6 +70,14 @@ def references(settings: RunSettings) -> dict[str, list[tuple[str, str]]]:
     """Return the reference answers of a validated config's domains, with their places."""
     return {
         name: domain.environment.references(domain.args)
+        for name, domain in load_domains(settings).items()
+    }
+
+
+def task_rows(settings: RunSettings) -> dict[str, Iterator[tuple[str, Mapping[str, Any]]]]:
+    """Return the rows of a validated config's domains, with their places, read as they are used."""
+    return {
+        name: domain.environment.task_rows(domain.args)
         for name, domain in load_domains(settings).items()
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from broker.errors import ConfigError, UserError
 from broker.settings.config import DomainSection, RewardConfig, num_greedy
@@ -22,6 +23,9 @@ __all__ = [
     "reward_labels",
 ]
 
+# Rewards whose ``cpu_s`` bounds a call in their own process.
+BOUNDED_REWARDS: Final = ("math_answer", "verifier", "format", "instruction_following")
+
 
 def check(settings: RunSettings) -> None:
     """Check that all rewards can be loaded, and take less time than the hub waits.
@@ -37,9 +41,7 @@ def check(settings: RunSettings) -> None:
         for index, reward in enumerate(domain.rewards):
             key = f"domains.{name}.rewards.{index}"
             args = loading.check(reward.name, reward.args, key)
-            cpu_s = (
-                getattr(args, "cpu_s", None) if reward.name in ("math_answer", "format") else None
-            )
+            cpu_s = getattr(args, "cpu_s", None) if reward.name in BOUNDED_REWARDS else None
             if cpu_s is not None and 2 * cpu_s > waits_s:
                 raise ConfigError(
                     f"{key}.args.cpu_s",

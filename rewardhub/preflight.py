@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from broker.settings.config import JUDGED_REWARDS, RewardConfig
 from broker.settings.preflight import PreflightFinding
 from broker.settings.run_settings import RunSettings
 from rewardhub.rewards.caller import describe_owner, is_missing
+
+if TYPE_CHECKING:
+    from rewardhub.rewards.judges.judge_client import JudgeEndpointArgs
 
 
 def preflight_findings(settings: RunSettings) -> list[PreflightFinding]:
@@ -23,19 +29,30 @@ def _function_findings(settings: RunSettings) -> list[PreflightFinding]:
     ]
 
 
+def _judge_sections(key: str, reward: RewardConfig) -> list[tuple[str, JudgeEndpointArgs]]:
+    """Return the arguments of a reward's judge with their key; none if it has no judge."""
+    from rewardhub.rewards import loading
+    from rewardhub.rewards.judges.judge_client import JudgeEndpointArgs
+
+    args = loading.check(reward.name, reward.args, key)
+    if isinstance(args, JudgeEndpointArgs):
+        return [(f"{key}.args", args)]
+    judge = getattr(args, "judge", None)
+    return [(f"{key}.args.judge", judge)] if judge is not None else []
+
+
 def _judge_findings(settings: RunSettings) -> list[PreflightFinding]:
     rewards = [
-        (f"domains.{name}.rewards.{index}.args", reward.args)
+        (f"domains.{name}.rewards.{index}", reward)
         for name, domain in settings.domains.items()
         for index, reward in enumerate(domain.rewards)
-        if reward.name == "judge"
+        if reward.name in JUDGED_REWARDS
     ]
     if not rewards:
         return []
-    from rewardhub.rewards.judge import JudgeArgs
     from rlearner_text.openai.endpoint_check import check_endpoint
 
-    judges = [(key, JudgeArgs.model_validate(args)) for key, args in rewards]
+    judges = [judge for key, reward in rewards for judge in _judge_sections(key, reward)]
     judge_of_endpoint = {
         (args.base_url, args.api_key): (key, args) for key, args in reversed(judges)
     }

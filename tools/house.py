@@ -67,7 +67,7 @@ REACHED: Final[Mapping[str, float]] = {
     "max_modules_per_folder": 26,
     "functions_over_45_statements": 8,
     "stray_unit_tests": 162,
-    "statements_share": 1.085,
+    "statements_share": 1.101,
     "bench_lines": 23_570,
 }
 

@@ -249,8 +249,10 @@ class ExampleSection(Section):
     answer: Annotated[str, Field(min_length=1)]
 
 
-# rewards of rewardhub/rewards that read no more of an episode than its response and reference
+# rewards of rewardhub/rewards that read no more of an episode than prompt, response and reference
 RESPONSE_REWARDS: Final = ("math_answer", "code", "format", "length", "reward_model")
+# the same unless their template shows the conversation
+JUDGED_REWARDS: Final = ("judge", "verifier", "rubric")
 
 
 class DomainEvalSection(Section):
@@ -327,12 +329,15 @@ class DomainSection(Section):
 
 def reads_episode(rewards: Sequence[RewardConfig]) -> bool:
     """Return whether one of the rewards may read an episode's messages, or its task's row."""
-    return any(
-        "{conversation}" in str(reward.args.get("template"))
-        if reward.name == "judge"
-        else reward.name not in RESPONSE_REWARDS
-        for reward in rewards
-    )
+    return any(_reads_episode(reward) for reward in rewards)
+
+
+def _reads_episode(reward: RewardConfig) -> bool:
+    if reward.name not in JUDGED_REWARDS:
+        return reward.name not in RESPONSE_REWARDS
+    if "{conversation}" in str(reward.args):
+        return True
+    return reward.name == "rubric" and reward.args.get("criteria") is None
 
 
 def takes_steps(context: str, adv_estimator: str) -> bool:

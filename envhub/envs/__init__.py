@@ -9,6 +9,7 @@ ENVS: Final[dict[str, str]] = {
     "appworld": "envhub.envs.adapters.appworld_env:AppworldEnv",
     "arithmetic": "envhub.envs.text.arithmetic:Arithmetic",
     "blackjack": "envhub.envs.games.blackjack:Blackjack",
+    "constraints": "envhub.envs.text.constraints:ConstraintTasks",
     "ez_points": "envhub.envs.games.points:EZPoints",
     "frozenlake": "envhub.envs.games.frozenlake:FrozenLake",
     "gem": "envhub.envs.adapters.gem_env:GemEnv",

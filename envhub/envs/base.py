@@ -17,7 +17,7 @@ else the class, says:
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, ClassVar, Final, Literal
@@ -130,6 +130,11 @@ class Environment:
     def references(cls, args: Any) -> list[tuple[str, str]]:
         """Return the place and text of each reference answer, for rewards that check them early."""
         return []
+
+    @classmethod
+    def task_rows(cls, args: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield the place and the columns of each task's row, for rewards that check them early."""
+        yield from ()
 
     @classmethod
     def histories(cls, args: Any) -> list[History]:

@@ -10,6 +10,9 @@ from typing import Final
 REWARDS: Final[dict[str, str]] = {
     "math_answer": "rewardhub.rewards.math_answer:MathAnswerReward",
     "reward_model": "rewardhub.rewards.reward_model:RewardModel",
+    "instruction_following": ("rewardhub.rewards.instruction_following:InstructionFollowingReward"),
+    "verifier": "rewardhub.rewards.verifier:VerifierReward",
+    "rubric": "rewardhub.rewards.judges.rubric:RubricReward",
     "code": "rewardhub.rewards.code:CodeReward",
     "format": "rewardhub.rewards.format:FormatReward",
     "judge": "rewardhub.rewards.judge:JudgeReward",

@@ -61,9 +61,13 @@ class RewardProtocol(Protocol):
 
     A class of the registry with ``concurrent = True`` runs in a separate process (on each GPU with
     ``on_gpu = True``) and scores many samples at once: ``score`` is a coroutine, and ``Args`` has
-    ``max_concurrency`` and ``timeout_s``, which replaces ``rewardhub.timeout_s``. An optional
-    ``start`` is awaited once before. An optional classmethod ``check(args)`` rejects bad arguments
-    before anything starts, by a ``ConfigError`` with the argument's name as key.
+    ``max_concurrency`` and ``timeout_s``, which replaces ``rewardhub.timeout_s``. A classmethod
+    ``concurrent_section(args)`` instead returns the section that has these two, or None if with
+    these arguments one sample at a time is scored. An optional ``start`` is awaited once before.
+
+    Two optional classmethods reject bad input before anything starts: ``check(args)`` by a
+    ``ConfigError`` with the argument's name as key, and ``check_row(args, row)`` by an
+    ``InvalidRowError`` for a row of a data set.
     """
 
     Args: ClassVar[type[Section]]
@@ -105,6 +109,12 @@ class ResponseFault(Exception):
         super().__init__(f"{note}: the reward is {value}")
         self.note = note
         self.value = value
+
+
+class InvalidRowError(NoScore):
+    """The task's row lacks what the reward needs, or holds it in another form; says which column
+    or argument.
+    """
 
 
 class InvalidScoreError(NoScore):

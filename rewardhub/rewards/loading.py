@@ -99,11 +99,15 @@ def concurrency_of(reward: RewardConfig) -> ConcurrencySettings | None:
     if reward.name not in REWARDS:
         return None
     reward_class = _resolve_reward(reward.name, "rewards")
-    if not getattr(reward_class, "concurrent", False):
+    choose = getattr(reward_class, "concurrent_section", None)
+    if choose is None and not getattr(reward_class, "concurrent", False):
         return None
     args = _class_args(reward_class, reward.name, reward.args, "rewards")
+    section = choose(args) if choose is not None else args
+    if section is None:
+        return None
     return ConcurrencySettings(
-        args.max_concurrency, args.timeout_s, getattr(reward_class, "on_gpu", False)
+        section.max_concurrency, section.timeout_s, getattr(reward_class, "on_gpu", False)
     )
 
 

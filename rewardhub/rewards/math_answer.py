@@ -7,12 +7,12 @@ Plain numbers and equal texts are compared here, the rest by math-verify in a bo
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Annotated, Final, Literal
+from typing import Annotated, ClassVar, Final, Literal
 
 import msgspec
 from pydantic import Field, PositiveFloat
 
-from broker.settings.config import Section
+from broker.settings.config import Harmless, Section
 from rewardhub.bounded import BoundedFunction, TooCostly
 from rewardhub.rewards import math_compare, math_extract, math_text
 from rewardhub.rewards.base import NoScore, ResponseFault, Sample, Scored
@@ -31,7 +31,7 @@ Kind = Literal["formula", "text"]
 class MathAnswerArgs(Section):
     """Arguments of the reward ``math_answer``."""
 
-    harmless = (
+    harmless: ClassVar[Harmless] = (
         "answer_after", "thinking", "correct", "wrong", "float_rounding", "numeric_precision",
         "strict", "allow_set_relation_comp", "cpu_s",
     )  # fmt: skip
@@ -77,7 +77,7 @@ class MathAnswerReward:
             math_compare.answer, cpu_s=args.cpu_s, memory_mib=MEMORY_MIB
         )
         self.kind = lru_cache(maxsize=REMEMBERED)(self._kind)
-        self._verdict = lru_cache(maxsize=REMEMBERED)(self._compare)
+        self.verdict = lru_cache(maxsize=REMEMBERED)(self._compare)
 
     def score(self, sample: Sample) -> float | Scored:
         """Return the reward of one response.
@@ -95,7 +95,7 @@ class MathAnswerReward:
         if self.kind(gold) == "text":
             equal = math_extract.is_same_text(gold, answer)
             return Scored(self._args.correct if equal else self._args.wrong, {"by_text": 1.0})
-        verdict = self._verdict(gold, answer)
+        verdict = self.verdict(gold, answer)
         if verdict in ("too_costly", "failed"):
             raise ResponseFault(
                 "too_costly" if verdict == "too_costly" else "not_comparable", self._args.wrong

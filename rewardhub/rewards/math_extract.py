@@ -72,7 +72,9 @@ def answer_of(text: str, marker: str, thinking: Thinking = "drop") -> ExtractedA
     answer, what the text says the answer is, or the last formula if no number follows it; else the
     whole text, whose last number counts.
     """
-    text = _without_end_tokens(visible_text(text, thinking)[-LONGEST_ANSWER:])
+    # half of a surrogate pair cannot be sent to the process that compares
+    text = visible_text(text, thinking)[-LONGEST_ANSWER:].encode("utf-8", "replace").decode()
+    text = _without_end_tokens(text)
     _, is_marked, marked_text = text.rpartition(marker) if marker else ("", "", text)
     if is_marked and not BOXED.search(marked_text):
         line = next((line for line in marked_text.splitlines() if line.strip(" :*")), "")
@@ -238,8 +240,8 @@ def is_prose(text: str) -> bool:
 
 def is_same_writing(gold: ExtractedAnswer, answer: ExtractedAnswer) -> bool:
     """Return whether an answer is written like the reference, or names the same choice."""
-    if (letter := _choice_of_reference(gold.text.strip())) is not None:
-        return letter == _choice_of_response(answer)
+    if (letter := choice_of_reference(gold.text.strip())) is not None:
+        return letter == choice_of_response(answer)
     if not (gold.bare and answer.bare):
         return False
     if gold.text.split() == answer.text.split():
@@ -256,14 +258,15 @@ def is_same_text(gold: ExtractedAnswer, answer: ExtractedAnswer) -> bool:
     return bool(_candidate_texts(gold) & _candidate_texts(answer)) or is_same_writing(gold, answer)
 
 
-def _choice_of_reference(text: str) -> str | None:
+def choice_of_reference(text: str) -> str | None:
     """Return the letter if the reference is a choice: A to J alone, or in brackets before text."""
     plain = math_text.TEXT_COMMAND.sub(r"\1", text).replace("$", "").strip()
     match = re.fullmatch(r"([A-J])[.)]?|\(([A-J])\)(?:\s.*)?", plain)
     return match and (match[1] or match[2])
 
 
-def _choice_of_response(answer: ExtractedAnswer) -> str | None:
+def choice_of_response(answer: ExtractedAnswer) -> str | None:
+    """Return the letter that an answer chooses, alone or at the end of prose; else None."""
     letter = math_text.choice(answer.text.strip())
     if letter is not None or answer.bare:
         return letter

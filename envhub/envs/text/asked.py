@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from typing import Any
 
@@ -34,6 +34,10 @@ class QuestionEnvironment(Environment):
     @classmethod
     def references(cls, args: Any) -> list[tuple[str, str]]:
         return QuestionAnswer.references(_question_args(args))
+
+    @classmethod
+    def task_rows(cls, args: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        return QuestionAnswer.task_rows(_question_args(args))
 
     @classmethod
     def histories(cls, args: Any) -> list[History]:

@@ -6,7 +6,7 @@ set or split, or from a share at the end of the first that training never sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final
@@ -97,6 +97,12 @@ class QuestionAnswer(Environment):
             for number, row in enumerate(_load_rows(args, source)[0], start=1)
             if args.answer
         ]
+
+    @classmethod
+    def task_rows(cls, args: QuestionAnswerArgs) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        for source in _sources(args):
+            for number, row in enumerate(_load_rows(args, source)[0], start=1):
+                yield f"{source.path}, row {number}", msgspec.json.decode(row.columns)
 
     @classmethod
     def histories(cls, args: QuestionAnswerArgs) -> list[History]:

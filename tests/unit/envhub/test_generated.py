@@ -12,14 +12,17 @@ import pytest
 from broker.errors import ConfigError
 from envhub.envs.base import StepResult
 from envhub.envs.text.arithmetic import Arithmetic, ArithmeticArgs, last_number
+from envhub.envs.text.constraints import DEMANDS, ConstraintTasks, ConstraintTasksArgs
 from envhub.envs.text.generated import GeneratedEnvironment, GeneratedTask, is_held_out
 from envhub.envs.text.instructions import FORMS, Instructions, InstructionsArgs, InstructionTask
 from envhub.envs.text.word_problems import WordProblems, WordProblemsArgs
+from rewardhub.rewards.constraints.rows import read_instructions
 
 KINDS: list[tuple[type[GeneratedEnvironment], object]] = [
     (Arithmetic, ArithmeticArgs()),
     (WordProblems, WordProblemsArgs()),
     (Instructions, InstructionsArgs()),
+    (ConstraintTasks, ConstraintTasksArgs()),
 ]
 
 
@@ -166,3 +169,19 @@ def test_arguments_that_leave_one_side_empty_are_refused(held_out: bool, problem
 
     with pytest.raises(ConfigError, match=f"more different tasks: {problem}"):
         OneTask.check(ArithmeticArgs())
+
+
+def test_references_of_constraint_tasks_follow_their_rows() -> None:
+    environment = ConstraintTasks(ConstraintTasksArgs(max_instructions=3))
+    ids = set()
+    for index in range(400):
+        text = environment.reset(index, "train", 0).text
+        row = environment.row
+        assert (row["prompt"], environment.prompt) == (text, text)
+        instructions = read_instructions(row)
+        assert 2 <= len(instructions) <= 4
+        for instruction in instructions:
+            assert instruction.is_followed(environment.reference), (text, environment.reference)
+        ids |= {instruction.key for instruction in instructions}
+        assert step(environment, environment.reference).reward == 0.0
+    assert ids == {"keywords:existence", *DEMANDS}

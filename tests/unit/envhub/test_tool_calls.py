@@ -26,8 +26,8 @@ from envhub.tickets.early_scores import score_request
 from envhub.workers.calls import EnvironmentCalls
 from rewardhub.episode_samples import sample_of, sample_of_request
 from rewardhub.rewards.base import SampleTurn
-from rewardhub.rewards.conversation import conversation_text
 from rewardhub.rewards.function_forms import adapt_function
+from rewardhub.rewards.judges.conversation import conversation_text
 from rlearner_text.incremental_tokenization import Conversation
 from rlearner_text.openai import tool_calls
 from rlearner_text.template_rules import TemplateRules

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from broker.errors import ConfigError
-from broker.settings.config import RESPONSE_REWARDS, RewardConfig, reads_episode
+from broker.settings.config import JUDGED_REWARDS, RESPONSE_REWARDS, RewardConfig, reads_episode
 from rewardhub.rewards import REWARDS
 from rewardhub.rewards.base import NoScore, Sample, SampleTurn, Scored, check_scored
 from rewardhub.rewards.function_forms import adapt_function, find_form
@@ -231,12 +231,17 @@ def test_an_unclear_function_is_refused(
 
 def test_rewards_that_read_the_response_alone_get_no_messages() -> None:
     """Messages and rows would make their groups larger for nothing."""
-    assert {*RESPONSE_REWARDS} == REWARDS.keys() - {"judge"}
+    read_rows = {"instruction_following"}
+    assert {*RESPONSE_REWARDS, *JUDGED_REWARDS} == REWARDS.keys() - read_rows
     judge = {"base_url": "http://127.0.0.1:1/v1"}
     for name, args, reads in (
         ("math_answer", {}, False),
         ("judge", judge, False),
         ("judge", {**judge, "template": "{conversation}"}, True),
+        ("verifier", {"judge": judge}, False),
+        ("rubric", {**judge, "criteria": [{"name": "a", "text": "b"}]}, False),
+        ("rubric", judge, True),  # each row has its own criteria
+        ("instruction_following", {}, True),
         ("./mine.py:f", {}, True),
     ):
         assert reads_episode([RewardConfig(name=name, args=args)]) == reads

@@ -8,11 +8,12 @@ import asyncio
 import os
 import signal
 from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
 import pytest
-from aiohttp import web
+from judge_endpoint import Endpoint, said, serve_endpoint
 
 from broker.errors import UserError
 from broker.settings.config import RewardConfig
@@ -23,7 +24,6 @@ from rewardhub.rewards.judge import JudgeArgs, JudgeReward
 from rewardhub.worker_pool import ScoreError
 
 KEY = "sk-a-secret-of-this-test"
-Answer = tuple[int, Any] | Callable[[dict[str, Any]], Any]
 
 
 def sample(response: str = "four", **fields: Any) -> Sample:
@@ -34,56 +34,15 @@ def sample(response: str = "four", **fields: Any) -> Sample:
     )  # fmt: skip
 
 
-def said(text: str) -> tuple[int, Any]:
-    return 200, {
-        "choices": [{"message": {"content": text}}],
-        "usage": {"prompt_tokens": 100, "completion_tokens": 20},
-    }
-
-
-class Endpoint:
-    """Answers in turn, the last one for ever; keeps what it was asked."""
-
-    def __init__(self, *answers: Any, models: tuple[str, ...] = ("m1",), status: int = 200) -> None:
-        self.answers, self.models, self.status = list(answers), models, status
-        self.asked: list[dict[str, Any]] = []
-        self.keys: set[str | None] = set()
-        self.at_once = self.most_at_once = 0
-        self.delay_s = 0.0
-
-    async def handle(self, request: web.Request) -> web.Response:
-        self.keys.add(request.headers.get("Authorization"))
-        if request.method == "GET":
-            return web.json_response(
-                {"data": [{"id": name} for name in self.models]} if self.status == 200 else {},
-                status=self.status,
-            )
-        self.asked.append(await request.json())
-        answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        self.at_once += 1
-        self.most_at_once = max(self.most_at_once, self.at_once)
-        await asyncio.sleep(self.delay_s)
-        self.at_once -= 1
-        return web.json_response(answer[1], status=answer[0])
-
-
 @pytest.fixture
 async def serve(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Callable[[Endpoint], Any]]:
     monkeypatch.setenv("JUDGE_KEY", KEY)
-    runners = []
+    async with AsyncExitStack() as stack:
 
-    async def start(endpoint: Endpoint) -> str:
-        app = web.Application()
-        app.router.add_route("*", "/v1/{rest:.*}", endpoint.handle)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        runners.append(runner)
-        return f"http://127.0.0.1:{runner.addresses[0][1]}/v1"
+        async def start(endpoint: Endpoint) -> str:
+            return await stack.enter_async_context(serve_endpoint(endpoint))
 
-    yield start
-    for runner in runners:
-        await runner.cleanup()
+        yield start
 
 
 async def judge(url: str, **args: Any) -> JudgeReward:
@@ -95,7 +54,7 @@ async def judge(url: str, **args: Any) -> JudgeReward:
 
 
 async def close(made: JudgeReward) -> None:
-    await made._endpoint.close()
+    await made.client.close()
 
 
 async def test_a_score_its_tokens_and_its_cost(serve: Any) -> None:

@@ -31,6 +31,9 @@ CASES: dict[str, tuple[dict[str, Any], str, str, float | None]] = {
         json.dumps(["assert f(1) == 2", "assert f(1) == 3"]),
         0.5,
     ),
+    "verifier": ({}, "The answer is Paris.", "paris", 1.0),
+    "instruction_following": ({}, "no comma", "", 1.0),
+    "rubric": ({"base_url": "http://127.0.0.1:9/v1"}, "", "", None),
     "judge": ({"base_url": "http://127.0.0.1:9/v1"}, "", "", None),
     "reward_model": ({"path": "somebody/model"}, "", "", None),
 }
@@ -64,6 +67,7 @@ def test_equal_samples_score_equally(name: str) -> None:
         domain="d", task_index=0, prompt="2 + 2?", response=response, reference=reference, reward=0.0, reward_parts={},
         success=False,
         end="terminated", num_turns=1, num_tokens=8, metrics={},
+        row={"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}]},
     )  # fmt: skip
     worker = RewardWorker()
     try:
