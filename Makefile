@@ -115,7 +115,7 @@ docs: .venv-docs/ready
 	@touch .venv-docs/ready
 
 clean:
-	rm -rf site sbom.json models .venv .venv-real-model .venv-audit .venv-console .venv-docs .venv-vllm .venv-frameworks .venv-llamaindex .venv-peers .venv-trackers .venv-dist .venv-deploy .venv-oldest .venv-bundle bundle dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf site sbom.json models .venv .venv-real-model .venv-audit .venv-console .venv-docs .venv-vllm .venv-frameworks .venv-harnesses .venv-llamaindex .venv-peers .venv-trackers .venv-dist .venv-deploy .venv-oldest .venv-bundle bundle dist build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 # Suites that need more than make test: environments of their own, root, hours. .ci/nightly runs them all.
 include optional.mk

@@ -1,6 +1,6 @@
 # Suites and environments beside those of the Makefile; .ci/nightly runs the suites.
 
-.PHONY: audit sbom families-vllm test-loaded peers-env test-peers test-dist test-bundle test-oldest test-backup test-trackers test-deepspeed test-checkpoints test-megatron vllm-env test-vllm test-options test-real-model test-frameworks test-console test-image chaos curves hosts nodes test-alerts test-slurm test-systemd
+.PHONY: audit sbom families-vllm test-loaded peers-env test-peers test-dist test-bundle test-oldest test-backup test-trackers test-deepspeed test-checkpoints test-megatron vllm-env test-vllm test-options test-real-model test-frameworks test-harnesses test-console test-image chaos curves hosts nodes test-alerts test-slurm test-systemd
 
 # Known vulnerabilities of what make setup installs; fails if there is one, or if no advisory service answers.
 audit: .venv-audit/ready
@@ -131,6 +131,16 @@ test-frameworks: setup .venv-frameworks/ready .venv-llamaindex/ready
 	@cp requirements/frameworks.json .venv-frameworks/package.json
 	@npm install --prefix .venv-frameworks --no-audit --no-fund --silent
 	@touch .venv-frameworks/ready
+
+# Shipped coding agents, unmodified, each on a small task with a policy that answers by a script: a minute, and 700 MB of npm packages.
+test-harnesses: setup .venv-harnesses/ready
+	RL_HARNESSES_MODULES=$(CURDIR)/.venv-harnesses/node_modules OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/harnesses -v
+
+.venv-harnesses/ready: requirements/harnesses.json
+	@mkdir -p .venv-harnesses
+	@cp requirements/harnesses.json .venv-harnesses/package.json
+	@npm install --prefix .venv-harnesses --no-audit --no-fund --silent
+	@touch .venv-harnesses/ready
 
 .venv-llamaindex/ready: requirements/frameworks-llamaindex.txt
 	@test -x .venv-llamaindex/bin/python || $(PYTHON) -m venv .venv-llamaindex

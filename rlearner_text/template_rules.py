@@ -10,7 +10,7 @@ from typing import Any, Final, Literal
 from broker.errors import ConfigError
 from rlearner_text.assistant_spans import common_length, continued_span, rendered_span
 from rlearner_text.chat_template import Chat
-from rlearner_text.thinking import CLOSE, OPEN
+from rlearner_text.thinking import CLOSE, OPEN, is_open
 from rlearner_text.tokenizer import Tokenizer
 from rlearner_text.tool_calls import (
     PROBE,
@@ -356,6 +356,26 @@ def channel_reader(tokenizer: Tokenizer) -> TurnReader | None:
         # The template cannot be used turn by turn, or there is none.
         return None
     return reader if reader.has_channels else None
+
+
+@lru_cache(maxsize=8)
+def opens_thinking(tokenizer: Tokenizer) -> bool:
+    """Return whether the generation prompt opens a block of reasoning, which answers then close."""
+    try:
+        prompt = tokenizer.render_chat([_user_message(_QUESTIONS[0])])
+    except ConfigError:
+        return False
+    return is_open(_text_after(prompt, _QUESTIONS[0]))
+
+
+@lru_cache(maxsize=8)
+def takes_late_system(tokenizer: Tokenizer) -> bool:
+    """Return whether the template shows a system message that follows a user's."""
+    late = {"role": "system", "content": _QUESTIONS[1]}
+    try:
+        return _QUESTIONS[1] in tokenizer.render_chat([_user_message(_QUESTIONS[0]), late])
+    except ConfigError:
+        return False
 
 
 def _user_message(text: str) -> dict[str, str]:

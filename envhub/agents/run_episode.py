@@ -119,15 +119,19 @@ class AgentRunner:
         return json.dumps(fields, ensure_ascii=False) + "\n"
 
     def _environment(self, args: AgentArgs, task: EpisodeTask, key: str) -> dict[str, str]:
-        openai_env = {
+        endpoint = {
             "OPENAI_BASE_URL": self._server.address,
             "OPENAI_API_KEY": key,
             "OPENAI_MODEL": task.policy,
+            # whose clients add /v1 themselves
+            "ANTHROPIC_BASE_URL": self._server.address.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": key,
+            "ANTHROPIC_MODEL": task.policy,
         }
         return {
             **worker_environment(self._passed),
             **agent_env.whole_env(args),
-            **openai_env,
+            **endpoint,
             # hundreds of agents share a machine: a thread pool each would starve all of them
             "OMP_NUM_THREADS": "1",
         }

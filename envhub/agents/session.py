@@ -17,6 +17,7 @@ from broker.errors import ConfigError
 from broker.runtime.spans import SpanRecorder
 from envhub.agents.dialogue import dialogue_messages
 from envhub.agents.record import EpisodeRecord, RecordedSample
+from envhub.agents.sampled_answers import SampledAnswers
 from envhub.lengths.base import UpcomingTurn
 from envhub.lengths.predictor import LengthPrediction, LengthPredictor
 from envhub.lengths.selection import task_key
@@ -26,7 +27,6 @@ from rlearner_text.incremental_tokenization import Conversation
 from rlearner_text.openai import tool_calls
 from rlearner_text.openai.answer_store import AnswerStore
 from rlearner_text.openai.backends import ServedModel, refuse_long, refuse_overlong
-from rlearner_text.openai.generation import REPLY_ID_CHARS
 from rlearner_text.openai.http_errors import HttpError
 from rlearner_text.openai.request_bodies import (
     ChatBody,
@@ -99,7 +99,7 @@ class AgentSession:
         self.is_cut = False
         self.failure = ""
         self.generate_s = 0.0
-        self._answer_texts: dict[str, str] = {}  # by the prefix of their calls' ids
+        self._answers = SampledAnswers(context.tokenizer)
         # those with sampled special tokens, which the record has to find again
         self._with_specials: list[str] = []
         self._num_calls = self._task_key = 0
@@ -116,26 +116,36 @@ class AgentSession:
 
     async def prompts(self, body: GenerationBody) -> list[Sequence[int]]:
         """Return the prompts' tokens; those that continue a sample begin with its exact tokens."""
+        try:
+            prompts = await self._encode_prompts(body)
+        except HttpError as error:
+            if error.code == "context_length_exceeded":
+                self.refusal = "length"
+            raise
+        if any(len(prompt) >= self._section.max_context_tokens for prompt in prompts):
+            # the server says so to the agent
+            self.refusal = "length"
+        if isinstance(body, ChatBody):
+            self._answers.add_prompt(prompts[0], body)
+            if self._task.domain.sends_messages:
+                self._asked[array("i", prompts[0]).tobytes()] = body
+        return prompts
+
+    async def count_tokens(self, body: ChatBody) -> int:
+        """Return the number of tokens of a prompt; an agent that only counts is not refused."""
+        (prompt,) = await self._encode_prompts(body)
+        return len(prompt)
+
+    async def _encode_prompts(self, body: GenerationBody) -> list[Sequence[int]]:
         if self._is_over:
             raise HttpError(403, "the episode is over")
-        try:
-            refuse_long(body, self._section.max_context_tokens)
-        except HttpError:
-            self.refusal = "length"
-            raise
+        refuse_long(body, self._section.max_context_tokens)
         # the record must not change while a thread reads it
         async with self._record_lock:
             is_short = not isinstance(body, ChatBody) or len(body.messages) <= FEW_MESSAGES
             if is_short and body.characters < LONG_TEXT:
-                prompts = self._encoded(body)
-            else:
-                prompts = await asyncio.to_thread(self._encoded, body)
-        if any(len(prompt) >= self._section.max_context_tokens for prompt in prompts):
-            # the server says so to the agent
-            self.refusal = "length"
-        if isinstance(body, ChatBody) and self._task.domain.sends_messages:
-            self._asked[array("i", prompts[0]).tobytes()] = body
-        return prompts
+                return self._encoded(body)
+            return await asyncio.to_thread(self._encoded, body)
 
     def messages_of(self, sample: RecordedSample, first: int) -> list[wire.EpisodeMessage]:
         """Return the messages of a sample, if its last call was a chat and rewards may read them.
@@ -168,29 +178,26 @@ class AgentSession:
             prompts = body.prompts()
         for prompt in prompts:
             if isinstance(prompt, str):
-                try:
-                    refuse_overlong(
-                        self._context.tokenizer,
-                        prompt,
-                        self._section.max_context_tokens,
-                        parameter,
-                    )
-                except HttpError:
-                    self.refusal = "length"
-                    raise
+                refuse_overlong(
+                    self._context.tokenizer,
+                    prompt,
+                    self._section.max_context_tokens,
+                    parameter,
+                )
         return [
             self.record.encode_prompt(prompt) if isinstance(prompt, str) else prompt
             for prompt in prompts
         ]
 
     def _rendered(self, body: ChatBody) -> str:
-        """Return the prompt's text; turns with unchanged tool calls appear as they were sampled."""
+        """Return the prompt's text; answers that the agent sends back appear as they were
+        sampled.
+        """
         shield = self._context.tokenizer.shield
         shielded_messages = [self._shielded(shield, message) for message in body.messages]
-        messages = [
-            self._as_said(message, body.most_calls, shielded)
-            for message, shielded in zip(body.messages, shielded_messages, strict=True)
-        ]
+        messages = list(shielded_messages)
+        for place, text in self._answers.find_texts(body).items():
+            messages[place] = {"role": "assistant", "content": text}
         tools = shield_values(shield, body.offered)
         try:
             # as sampled, so that the record finds the tokens of earlier answers
@@ -202,27 +209,10 @@ class AgentSession:
     def _shielded(self, shield: Callable[[str], str], message: ChatMessage) -> dict[str, Any]:
         fields: dict[str, Any] = message.plain()
         shielded: dict[str, Any] = shield_values(shield, fields)
-        if (
-            message.role == "assistant"
-            and message.text
-            and any(message.text in text for text in self._with_specials)
-        ):
-            shielded["content"] = fields["content"]
-        return shielded
-
-    def _as_said(
-        self, message: ChatMessage, most_calls: int | None, shielded: dict[str, Any]
-    ) -> dict[str, Any]:
-        if message.role == "assistant" and message.tool_calls:
-            prefix = message.tool_calls[0].id[: len(tool_calls.prefix_of("x" * REPLY_ID_CHARS, 0))]
-            if (text := self._answer_texts.get(prefix)) is not None:
-                syntax = tool_calls.tool_syntax(self._context.tokenizer)
-                words, calls = tool_calls.split_calls(text, syntax, prefix, most_calls)
-                if (
-                    words == message.text
-                    and [call.model_dump() for call in message.tool_calls] == calls
-                ):
-                    return {"role": "assistant", "content": text}
+        content = fields["content"]
+        is_answer = message.role == "assistant" and bool(content)
+        if is_answer and any(content in text for text in self._with_specials):
+            shielded["content"] = content
         return shielded
 
     async def handle(
@@ -272,7 +262,8 @@ class AgentSession:
         self.is_cut = sampled.finish_reason == "length"
         reply_id, _, index = request.request_id.removeprefix("http.").partition(".")
         text = tool_calls.text_with_markers(self._context.tokenizer, sampled.token_ids)
-        self._answer_texts[tool_calls.prefix_of(reply_id, int(index))] = text
+        prefix = tool_calls.prefix_of(reply_id, int(index))
+        self._answers.add_answer(prefix, prompt, sampled.token_ids, request.sampling.stop)
         self._answered.pop(sample.number, None)
         if (asked := self._asked.get(prompt.tobytes())) is not None:
             self._answered[sample.number] = (asked, text)

@@ -1,4 +1,5 @@
-"""``env: agent``: the user's program plays the episode and calls the policy over OpenAI's protocol.
+"""``env: agent``: the user's program plays the episode and calls the policy over OpenAI's protocol
+or Anthropic's.
 
     domains:
       sums:
@@ -12,7 +13,8 @@
         max_turns: 20        # calls to the policy
 
 The program, or ``function: my_agent.py:play``, is started for each episode with OPENAI_BASE_URL,
-OPENAI_API_KEY and OPENAI_MODEL in its environment, and gets its task as a line of JSON on stdin:
+OPENAI_API_KEY and OPENAI_MODEL in its environment, the same three of ANTHROPIC, and gets its task
+as a line of JSON on stdin:
 ``{"task_index": 3, "split": "train", "seed": 7, "row": {...}}``. Its requests are sampled with the
 run's settings and recorded. Its last line on stdout is the reward, or an object with ``reward`` and
 optionally ``success``, ``response`` and ``metrics``; or its exit status is (``reward: exit``), or

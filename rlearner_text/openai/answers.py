@@ -105,11 +105,7 @@ class AnswerWriter:
             ids = ids[:-1]
         reader = channel_reader(self._tokenizer) if self._chat else None
         text = self._tokenizer.decode(ids) if reader is None else reader.text(ids)
-        return text[
-            : min(
-                (at for stop in self._body.stops if (at := text.find(stop)) >= 0), default=len(text)
-            )
-        ]
+        return before_stop(text, self._body.stops)
 
     def logprobs(
         self,
@@ -153,6 +149,12 @@ class AnswerWriter:
 
     def _token(self, token_id: int) -> str:
         return self._tokenizer.decode([token_id], skip_special_tokens=False)
+
+
+def before_stop(text: str, stops: Sequence[str]) -> str:
+    """Return a text up to the first of its stop strings."""
+    places = [text.find(stop) for stop in stops]
+    return text[: min((place for place in places if place >= 0), default=len(text))]
 
 
 def runs_of(reply: wire.GenerateReply) -> list[list[int]]:

@@ -66,6 +66,14 @@ class ApiBackend(Protocol):
         """
         ...
 
+    async def count_tokens(self, body: ChatBody) -> int:
+        """Return the number of tokens of a chat's prompt, which is not sampled from.
+
+        Raises:
+            HttpError: if the request is invalid.
+        """
+        ...
+
     async def handle(
         self, ask: wire.GenerateRequest, listener: TokenListener | None = None, /
     ) -> wire.GenerateReply:
@@ -145,6 +153,10 @@ class SingleKeyBackend:
             else prompt
             for prompt in body.prompts()
         ]
+
+    async def count_tokens(self, body: ChatBody) -> int:
+        (prompt,) = await self.prompts(body)
+        return len(prompt)
 
     def _encoded(self, body: ChatBody) -> list[int]:
         shield = self._tokenizer.shield

@@ -9,8 +9,11 @@ from typing import Final, Protocol, cast
 
 from aiohttp import web
 
+from broker.contract import wire
+from rlearner_text.openai.backends import ApiBackend
 from rlearner_text.openai.callers import Call
 from rlearner_text.openai.http_errors import HttpError
+from rlearner_text.openai.request_bodies import LONG_BODY, B, parse
 
 # for the header, and once more for the body; also how long an idle connection stays open
 ARRIVAL_S: Final = 20.0
@@ -142,6 +145,24 @@ def set_call(request: web.Request, call: Call | None) -> None:
 def call_of(request: web.Request) -> Call | None:
     """Return the call of the request; None before its key has been accepted."""
     return cast(LimitedHandler, request.protocol).call
+
+
+def backend_of(request: web.Request) -> ApiBackend:
+    """Return the backend of the key, once it has been accepted."""
+    call = call_of(request)
+    assert call is not None
+    return call.caller.backend
+
+
+async def read_json(request: web.Request, model: type[B]) -> tuple[B, int]:
+    """Return the parsed body and its size in bytes; see ``read_body`` and ``parse``.
+
+    A long body is parsed in a thread, so that other requests go on.
+    """
+    raw = await read_body(request, wire.MAX_PAYLOAD_BYTES)
+    if len(raw) < LONG_BODY:
+        return parse(raw, model), len(raw)
+    return await asyncio.to_thread(parse, raw, model), len(raw)
 
 
 async def read_body(request: web.Request, limit: int) -> bytes:

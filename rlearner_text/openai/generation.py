@@ -9,7 +9,7 @@ import logging
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final, Protocol
+from typing import Final
 
 from aiohttp import web
 
@@ -21,29 +21,13 @@ from rlearner_text.openai.backends import ApiBackend, ServedModel
 from rlearner_text.openai.connections import call_of
 from rlearner_text.openai.http_errors import ENGINE_FAILED, HttpError
 from rlearner_text.openai.request_bodies import ChatBody, CompletionBody, GenerationBody
-from rlearner_text.openai.streaming import ChoiceEvents, EventStream, TokenBuffer
+from rlearner_text.openai.streaming import AnswerFormat, EventStream, TokenBuffer
 from rlearner_text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
 REPLY_ID_CHARS: Final = 24
 FAILED: Final = "the server failed; see its log"
-
-
-class AnswerFormat(Protocol):
-    """The format of an answer."""
-
-    def whole(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
-        """Return the answer in one piece."""
-        ...
-
-    def events(self, index: int, prompt: Sequence[int]) -> ChoiceEvents:
-        """Return the stream events of one choice."""
-        ...
-
-    def ending(self, choices: Sequence[AnswerChoice]) -> list[bytes]:
-        """Return the data of the events after those of all choices."""
-        ...
 
 
 async def generate(
@@ -123,7 +107,7 @@ async def generate(
     try:
         if body.stream:
             events = [writer.events(index, prompt) for index, prompt in enumerate(prompt_of_choice)]
-            return await EventStream(feeds, tasks, events, writer.ending, has_tokens).send(request)
+            return await EventStream(feeds, tasks, events, writer, has_tokens).send(request)
         return web.json_response(writer.whole(await asyncio.gather(*tasks)))
     finally:  # if the client disconnects or one choice fails, cancel the others
         for task in tasks:
@@ -155,12 +139,17 @@ def _check_model(body: GenerationBody, served_model: ServedModel) -> None:
         served_model.model,
         served_model.path,
     ):
-        raise HttpError(
-            404,
-            f"there is no model {body.model!r}, only {served_model.model!r}",
-            param="model",
-            code="model_not_found",
-        )
+        raise unknown_model(body.model, served_model)
+
+
+def unknown_model(name: str | None, served_model: ServedModel) -> HttpError:
+    """Return the error for a model that is not served."""
+    return HttpError(
+        404,
+        f"there is no model {name!r}, only {served_model.model!r}",
+        param="model",
+        code="model_not_found",
+    )
 
 
 def _check_top(body: GenerationBody, served_model: ServedModel) -> None:

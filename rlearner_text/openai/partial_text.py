@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
+from rlearner_text.thinking import begun_length
 from rlearner_text.tokenizer import Tokenizer
 
 _PART: Final = "\ufffd"  # decoding of an incomplete character
@@ -84,13 +85,13 @@ class PartialText:
             return ""
         if self._opener and self._raw is not None:
             raw = self._raw.text
-            if raw != text or self._opener in raw or _begun_length(raw, self._opener):
+            if raw != text or self._opener in raw or begun_length(raw, self._opener):
                 return self._given
             # White space before a call is not sent.
             text = text.rstrip()
         for stop in self._stops:
             at = text.find(stop, max(0, len(self._given) - len(stop)))
-            text = text[:at] if at >= 0 else text[: len(text) - _begun_length(text, stop)]
+            text = text[:at] if at >= 0 else text[: len(text) - begun_length(text, stop)]
         return text
 
     def _give(self, text: str) -> str:
@@ -99,15 +100,3 @@ class PartialText:
         new = text[len(self._given) :]
         self._given = text
         return new
-
-
-def _begun_length(text: str, word: str) -> int:
-    """Return how many characters at the end of a text may begin a word."""
-    return next(
-        (
-            size
-            for size in range(min(len(word) - 1, len(text)), 0, -1)
-            if text.endswith(word[:size])
-        ),
-        0,
-    )

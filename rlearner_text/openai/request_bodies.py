@@ -25,6 +25,7 @@ from broker.settings.sections import sentence
 from rlearner_text.openai.http_errors import HttpError
 
 B = TypeVar("B", bound="GenerationBody")
+P = TypeVar("P", bound="StrictModel")
 
 MOST_CHOICES: Final = 256  # per request, over all prompts
 DEADLINE_S: Final = 600.0
@@ -36,6 +37,7 @@ MOST_MESSAGES: Final = 16_384
 MOST_PARTS: Final = 4096  # of one message, and tool calls of it
 MOST_BIASES: Final = 65_536
 MOST_OBJECTS: Final = 100_000  # of a body, also lists and keys; what looks so in texts counts, too
+LONG_BODY: Final = 65_536  # bytes; parsing more takes milliseconds
 
 Neutral = Mapping[str, tuple[object, ...]]  # values without effect, by field
 
@@ -48,6 +50,7 @@ _CLIENT: Final = {
     "service_tier",
     "safety_identifier",
     "prompt_cache_retention",
+    "client_metadata",
 }
 _IGNORED: Final = frozenset({*_CLIENT, "request_id", *_LENGTH})
 _NEUTRAL: Final[Neutral] = {
@@ -410,6 +413,20 @@ def parse(raw: bytes, model: type[B]) -> B:
     return body
 
 
+def validate_part(model: type[P], fields: dict[str, Any], place: str) -> P:
+    """Validate a part of a body, such as an item or a tool; a field that is null is not given.
+
+    Raises:
+        HttpError: 400 if a field is not allowed; names it after the ``place``.
+    """
+    try:
+        return model.model_validate(
+            {key: value for key, value in fields.items() if value is not None}
+        )
+    except ValidationError as error:
+        raise validation_error(error, place) from None
+
+
 def check_extra(
     extra: Mapping[str, Any] | None,
     prefix: str,
@@ -443,6 +460,9 @@ def validation_error(error: ValidationError, place: str = "") -> HttpError:
         if isinstance(step, int) or (step.isidentifier() and step not in _TYPE_NAMES)
     ]
     param = ".".join(map(str, [place, *loc] if place else loc))
+    if not param:
+        # of the body as a whole
+        return HttpError(400, sentence(first["msg"]))
     if first["type"] == "missing":
         return HttpError(400, f"{param} must be given", param=param)
     value_text = repr(first["input"])

@@ -7,7 +7,9 @@ from typing import Any, Final
 
 from rlearner_text.openai.answer_store import Item
 from rlearner_text.openai.answers import AnswerChoice, AnswerWriter, runs_of, usage
+from rlearner_text.openai.http_errors import HttpError
 from rlearner_text.openai.request_bodies import ChatBody
+from rlearner_text.openai.response_tools import call_names, namespaces_of
 from rlearner_text.openai.responses import ResponsesBody
 from rlearner_text.openai.sse_chunks import partial_text_of
 from rlearner_text.openai.token_events import TokenEvent, TopLogprobs
@@ -27,10 +29,12 @@ Keep = Callable[[str, Sequence[Item]], None]
 
 
 class ResponsesFormat:
-    """Answer format of /v1/responses; see ``rlearner_text.openai.generation.AnswerFormat``.
+    """Answer format of /v1/responses; see ``rlearner_text.openai.streaming.AnswerFormat``.
 
     ``keep`` is called with the response's id and items before they are sent.
     """
+
+    idle_event = None
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class ResponsesFormat:
         self._tokenizer = tokenizer
         self._keep = keep
         self._writer = writer
+        self._namespaces = namespaces_of(body.tools)
         self.response_id = f"resp_{writer.reply_id}"
 
     def whole(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
@@ -112,7 +117,8 @@ class ResponsesFormat:
         """Convert a chat's tool call to an item."""
         item_id = f"fc_{self._writer.reply_id}{number:02d}"
         item = {"id": item_id, "type": "function_call", "status": status, "call_id": call["id"]}
-        return item | {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+        item |= call_names(call["function"]["name"], self._namespaces)
+        return item | {"arguments": call["function"]["arguments"]}
 
     def logprobs(
         self, ids: Sequence[int], logprobs: Sequence[float], top: Sequence[TopLogprobs]
@@ -130,6 +136,9 @@ class ResponsesFormat:
     def ending(self, choices: Sequence[AnswerChoice]) -> list[bytes]:
         """Return nothing: the last event marks the end of the stream."""
         return []
+
+    def error(self, problem: HttpError) -> dict[str, Any]:
+        return problem.body
 
 
 class ResponseEvents:

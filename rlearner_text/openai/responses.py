@@ -7,7 +7,7 @@ earlier answers. The rest is handled as a chat.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Final, Literal, TypeVar
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import Field, PositiveInt, ValidationError
 
@@ -20,12 +20,13 @@ from rlearner_text.openai.request_bodies import (
     ChatBody,
     GenerationBody,
     Neutral,
+    P,
     StrictModel,
     check_extra,
+    validate_part,
     validation_error,
 )
-
-T = TypeVar("T", bound=StrictModel)
+from rlearner_text.openai.response_tools import chat_tools, offered_name
 
 _LOGPROBS: Final = "message.output_text.logprobs"
 _TEXTS: Final = ("input_text", "output_text", "text")
@@ -38,6 +39,7 @@ _IGNORED: Final = frozenset(
         "safety_identifier",
         "prompt_cache_retention",
         "max_tool_calls",
+        "client_metadata",
     }
 )
 _NEUTRAL: Final[Neutral] = {"background": (False,), "truncation": ("disabled", "auto")}
@@ -64,6 +66,7 @@ class CallItem(StrictModel):
     type: Literal["function_call"]
     call_id: Annotated[str, Field(min_length=1)]
     name: Annotated[str, Field(min_length=1)]
+    namespace: str | None = None
     arguments: str
 
 
@@ -73,15 +76,6 @@ class CallOutputItem(StrictModel):
     type: Literal["function_call_output"]
     call_id: Annotated[str, Field(min_length=1)]
     output: str | list[TextPart]
-
-
-class FunctionTool(StrictModel):
-    """A function that the model may call."""
-
-    type: Literal["function"]
-    name: Annotated[str, Field(min_length=1)]
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
 
 
 class ReasoningOptions(StrictModel):
@@ -144,7 +138,7 @@ def chat_of(body: ResponsesBody, items: list[Item]) -> ChatBody:
     }
     fields |= {
         "messages": messages,
-        "tools": [_chat_tool(tool, f"tools.{n}") for n, tool in enumerate(body.tools)],
+        "tools": chat_tools(body.tools),
     }
     fields |= {
         "tool_choice": _chat_choice(body.tool_choice),
@@ -211,7 +205,10 @@ def _append_item(messages: list[dict[str, Any]], item: Item, place: str) -> None
         tool_call = {
             "id": call.call_id,
             "type": "function",
-            "function": {"name": call.name, "arguments": call.arguments},
+            "function": {
+                "name": offered_name(call.name, call.namespace),
+                "arguments": call.arguments,
+            },
         }
         messages[-1].setdefault("tool_calls", []).append(tool_call)
     elif kind == "function_call_output":
@@ -230,7 +227,7 @@ def _plain_text(content: str | list[TextPart]) -> str:
     return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
-def _validate_item(model: type[T], value: dict[str, Any], place: str) -> T:
+def _validate_item(model: type[P], value: dict[str, Any], place: str) -> P:
     """Validate an item or tool as its type.
 
     Raises:
@@ -244,31 +241,7 @@ def _validate_item(model: type[T], value: dict[str, Any], place: str) -> T:
                 f"{place}: only text parts are supported, found type {part.get('type')!r}",
                 param=place,
             )
-    try:
-        return model.model_validate(
-            {key: field for key, field in value.items() if field is not None}
-        )
-    except ValidationError as error:
-        raise validation_error(error, place) from None
-
-
-def _chat_tool(tool: dict[str, Any], place: str) -> dict[str, Any]:
-    """Convert a tool to a chat's form, without fields that chat templates do not use."""
-    if tool.get("type") != "function":
-        raise HttpError(
-            400,
-            f"{place}.type: {tool.get('type')!r} is not allowed; only tools of type "
-            "'function' are supported",
-            param=f"{place}.type",
-            code="unsupported_parameter",
-        )
-    function_tool = _validate_item(FunctionTool, tool, place)
-    function: dict[str, Any] = {"name": function_tool.name}
-    function |= (
-        {"description": function_tool.description} if function_tool.description is not None else {}
-    )
-    function["parameters"] = function_tool.parameters or {"type": "object", "properties": {}}
-    return {"type": "function", "function": function}
+    return validate_part(model, value, place)
 
 
 def _chat_choice(choice: str | dict[str, Any]) -> object:

@@ -7,39 +7,31 @@ import logging
 import socket
 import ssl
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
-from typing import Final
+from typing import Any, Final
 
 from aiohttp import web
 
 from broker.contract import wire
-from rlearner_text.openai.answer_store import Item
-from rlearner_text.openai.backends import ApiBackend, GenerateHandler, ServedModel
+from rlearner_text.anthropic.errors import error_body, speaks_anthropic
+from rlearner_text.anthropic.routes import AnthropicRoutes, describe_model
+from rlearner_text.openai.backends import GenerateHandler, ServedModel
 from rlearner_text.openai.callers import Call, Caller, CallerDirectory
 from rlearner_text.openai.connections import (
     Connections,
     LimitedHandler,
     Limits,
     arrived,
+    backend_of,
     call_of,
-    read_body,
     set_call,
 )
-from rlearner_text.openai.generation import FAILED, generate
+from rlearner_text.openai.generation import FAILED, unknown_model
 from rlearner_text.openai.http_errors import HttpError
 from rlearner_text.openai.named_keys import KeyStore
-from rlearner_text.openai.request_bodies import (
-    COMPLETION_TOKENS,
-    B,
-    ChatBody,
-    CompletionBody,
-    parse,
-)
-from rlearner_text.openai.response_events import ResponsesFormat
-from rlearner_text.openai.responses import ResponsesBody, chat_of, items_of
-from rlearner_text.openai.sse_chunks import ChatFormat
+from rlearner_text.openai.routes import OpenAIRoutes
 from rlearner_text.openai.tls_listener import TlsListener
 from rlearner_text.tokenizer import Tokenizer
 
@@ -52,7 +44,7 @@ RETRY_AFTER_S: Final = 1  # of status 503
 PATH_CHARACTERS: Final = 200  # of a path in the access log
 # connections that wait to be accepted, as many as a flood of half-open ones brings
 BACKLOG: Final = 1024
-LONG_BODY: Final = 65_536  # bytes; parsing more takes milliseconds
+OPEN_PATHS: Final = ("/", "/health")  # need no key
 FindCaller = Callable[[str | None], Caller | None]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -92,9 +84,9 @@ def bound_socket(bind: str, port: int) -> socket.socket:
 
 
 class HttpServer:
-    """Serves /v1/chat/completions, /v1/completions, /v1/responses, /v1/models and /health.
+    """Serves the paths of ``OpenAIRoutes`` and ``AnthropicRoutes``, /v1/models and /health.
 
-    A client that disconnects aborts its request. A stream sends tokens as the engine streams them,
+    Errors have the form of the request's protocol. A client that disconnects aborts its request. A stream sends tokens as the engine streams them,
     or in one piece if it does not.
 
     Args:
@@ -176,11 +168,12 @@ class HttpServer:
         """
         assert self._taken is not None
         app = web.Application(middlewares=[self._guard], client_max_size=wire.MAX_PAYLOAD_BYTES)
+        app.router.add_get("/", self._root)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/completions", self._completions)
-        app.router.add_post("/v1/responses", self._responses)
+        app.router.add_get("/v1/models/{name:.+}", self._model)
+        OpenAIRoutes(self._tokenizer).add_routes(app.router)
+        AnthropicRoutes(self._tokenizer).add_routes(app.router)
         self._runner = web.AppRunner(
             app,
             handler_cancellation=True,
@@ -242,7 +235,7 @@ class HttpServer:
     async def _answered(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Check the key and its limits, and convert all errors to error answers."""
         try:
-            if request.path == "/health":
+            if request.path in OPEN_PATHS:
                 return await handler(request)
             call = self._call(request)
             call.begin()
@@ -251,38 +244,41 @@ class HttpServer:
             finally:
                 call.end()
         except HttpError as problem:
-            return _answer_error(problem)
+            return _answer_error(request, problem)
         except ConnectionError:
-            return _answer_error(HttpError(503, "the client disconnected"))  # never read
+            # never read
+            return _answer_error(request, HttpError(503, "the client disconnected"))
         except web.HTTPRequestEntityTooLarge:
-            return _answer_error(
-                HttpError(413, f"the body is larger than {wire.MAX_PAYLOAD_BYTES} bytes")
-            )
+            refusal = HttpError(413, f"the body is larger than {wire.MAX_PAYLOAD_BYTES} bytes")
+            return _answer_error(request, refusal)
         except web.HTTPException as error:
             phrase = HTTPStatus(error.status).phrase.lower()
-            return _answer_error(
-                HttpError(error.status, f"{request.method} {request.path}: {phrase}")
-            )
+            refusal = HttpError(error.status, f"{request.method} {request.path}: {phrase}")
+            return _answer_error(request, refusal)
         except Exception:
             log.exception("a request to %s failed", request.path)
-            return _answer_error(HttpError(500, FAILED))
+            return _answer_error(request, HttpError(500, FAILED))
 
     def _call(self, request: web.Request) -> Call:
         caller = self._find_caller(request.headers.get("Authorization"))
+        # as Anthropic's clients send it
+        key = request.headers.get("x-api-key")
+        if caller is None and key is not None:
+            caller = self._find_caller(f"Bearer {key}")
         if caller is None:
             raise HttpError(
                 401,
-                "the API key is missing or wrong; send it as Authorization: Bearer KEY",
+                "the API key is missing or wrong; send it as Authorization: Bearer KEY "
+                "or x-api-key: KEY",
                 code="invalid_api_key",
             )
         call = Call(caller)
         set_call(request, call)
         return call
 
-    def _backend_of(self, request: web.Request) -> ApiBackend:
-        call = call_of(request)
-        assert call is not None
-        return call.caller.backend
+    async def _root(self, _: web.Request) -> web.Response:
+        """Answer a client that only looks whether there is a server."""
+        return web.json_response({"name": "rlearner"})
 
     async def _health(self, _: web.Request) -> web.Response:
         state, version = self._health_of()
@@ -290,8 +286,25 @@ class HttpServer:
         return web.json_response({"status": state, "policy_version": version}, status=status)
 
     async def _models(self, request: web.Request) -> web.Response:
-        served_model = self._backend_of(request).served_model
-        model = {
+        models = [self._describe_model(request)]
+        if not speaks_anthropic(request):
+            return web.json_response({"object": "list", "data": models})
+        name = models[0]["id"]
+        page = {"has_more": False, "first_id": name, "last_id": name}
+        return web.json_response({"data": models, **page})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        served_model = backend_of(request).served_model
+        name = request.match_info["name"]
+        if not served_model.any_model and name not in (served_model.model, served_model.path):
+            raise unknown_model(name, served_model)
+        return web.json_response(self._describe_model(request))
+
+    def _describe_model(self, request: web.Request) -> dict[str, Any]:
+        served_model = backend_of(request).served_model
+        if speaks_anthropic(request):
+            return describe_model(served_model, self._began)
+        return {
             "id": served_model.model,
             "object": "model",
             "created": self._began,
@@ -300,56 +313,6 @@ class HttpServer:
             "max_model_len": served_model.max_context_tokens,
             "policy_version": served_model.policy_version(),
         }
-        return web.json_response({"object": "list", "data": [model]})
-
-    # ----------------------------------------------------------------------------------------------
-    # generation
-
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        body = await _parse_body(await read_body(request, wire.MAX_PAYLOAD_BYTES), ChatBody)
-        form = partial(ChatFormat, body, self._tokenizer)
-        limit = body.max_completion_tokens or body.max_tokens
-        return await generate(
-            request, self._backend_of(request), self._tokenizer, body=body, limit=limit, form=form
-        )
-
-    async def _completions(self, request: web.Request) -> web.StreamResponse:
-        body = await _parse_body(await read_body(request, wire.MAX_PAYLOAD_BYTES), CompletionBody)
-        form = partial(ChatFormat, body, self._tokenizer)
-        limit = body.max_tokens or COMPLETION_TOKENS
-        return await generate(
-            request, self._backend_of(request), self._tokenizer, body=body, limit=limit, form=form
-        )
-
-    async def _responses(self, request: web.Request) -> web.StreamResponse:
-        backend = self._backend_of(request)
-        raw = await read_body(request, wire.MAX_PAYLOAD_BYTES)
-        body = await _parse_body(raw, ResponsesBody)
-        items = items_of(body, backend.answer_store)
-        chat = (
-            chat_of(body, items)
-            if len(raw) < LONG_BODY
-            else await asyncio.to_thread(chat_of, body, items)
-        )
-
-        def keep(response_id: str, output: Sequence[Item]) -> None:
-            if body.store:
-                backend.answer_store.add(response_id, items, output, len(raw))
-
-        form = partial(ResponsesFormat, body, chat, self._tokenizer, keep)
-        return await generate(
-            request,
-            backend,
-            self._tokenizer,
-            body=chat,
-            limit=body.max_output_tokens or body.max_tokens,
-            form=form,
-        )
-
-
-async def _parse_body(raw: bytes, model: type[B]) -> B:
-    """Return a body, see ``parse``; a long one is parsed in a thread, so that others go on."""
-    return parse(raw, model) if len(raw) < LONG_BODY else await asyncio.to_thread(parse, raw, model)
 
 
 def _log_access(request: web.Request, status: int, seconds: float) -> None:
@@ -365,12 +328,16 @@ def _log_access(request: web.Request, status: int, seconds: float) -> None:
     )
 
 
-def _answer_error(problem: HttpError) -> web.Response:
+def _answer_error(request: web.Request, problem: HttpError) -> web.Response:
+    """Answer in the form of the request's protocol."""
     retry_s = RETRY_AFTER_S if problem.status == 503 else problem.retry_s
     headers = {} if retry_s is None else {"Retry-After": str(retry_s)}
     if problem.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
-    answer = web.json_response(problem.body, status=problem.status, headers=headers)
+    body = problem.body
+    if speaks_anthropic(request):
+        body = error_body(problem)
+    answer = web.json_response(body, status=problem.status, headers=headers)
     if problem.status in (408, 413):
         # The rest of the body is not read.
         answer.force_close()

@@ -7,6 +7,7 @@ from typing import Any
 
 from rlearner_text.openai import tool_calls
 from rlearner_text.openai.answers import AnswerChoice, AnswerWriter, runs_of, usage
+from rlearner_text.openai.http_errors import HttpError
 from rlearner_text.openai.partial_text import PartialText
 from rlearner_text.openai.request_bodies import ChatBody, GenerationBody
 from rlearner_text.openai.streaming import encode
@@ -144,7 +145,9 @@ def usage_chunk(
 
 
 class ChatFormat:
-    """Answer format of chats and completions; see ``generation.AnswerFormat``."""
+    """Answer format of chats and completions; see ``streaming.AnswerFormat``."""
+
+    idle_event = None
 
     def __init__(self, body: GenerationBody, tokenizer: Tokenizer, writer: AnswerWriter) -> None:
         self._body = body
@@ -159,6 +162,9 @@ class ChatFormat:
         if not self._body.stream_options.include_usage:
             return [b"[DONE]"]
         return [encode(usage_chunk(self._writer, self._body, choices)), b"[DONE]"]
+
+    def error(self, problem: HttpError) -> dict[str, Any]:
+        return problem.body
 
 
 def _text_behind(runs: Sequence[Sequence[int]], num_sent: int) -> list[list[int]]:

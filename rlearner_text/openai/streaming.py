@@ -7,7 +7,7 @@ buffered, at most the request's limit, and sent in the next chunk.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -17,6 +17,8 @@ from rlearner_text.openai.answers import AnswerChoice
 from rlearner_text.openai.http_errors import HttpError
 from rlearner_text.openai.token_events import TokenEvent, TokenListener
 
+# seconds without a token until a stream is kept alive, if its protocol has an event for that
+PING_S: Final = 15.0
 HEADERS: Final = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
 # runs once per token; twenty times as fast as the standard library's
 encode: Final = msgspec.json.Encoder().encode
@@ -52,18 +54,43 @@ class ChoiceEvents(Protocol):
         ...
 
 
+class AnswerFormat(Protocol):
+    """The format of an answer."""
+
+    @property
+    def idle_event(self) -> dict[str, Any] | None:
+        """The event that keeps a stream alive; None if the protocol has none."""
+        ...
+
+    def whole(self, choices: Sequence[AnswerChoice]) -> dict[str, Any]:
+        """Return the answer in one piece."""
+        ...
+
+    def events(self, index: int, prompt: Sequence[int]) -> ChoiceEvents:
+        """Return the stream events of one choice."""
+        ...
+
+    def ending(self, choices: Sequence[AnswerChoice]) -> list[bytes]:
+        """Return the data of the events after those of all choices."""
+        ...
+
+    def error(self, problem: HttpError) -> dict[str, Any]:
+        """Return the event that ends a stream which has begun."""
+        ...
+
+
 class EventStream:
-    """One streamed answer; ``ending`` returns the data of the events after all choices."""
+    """One streamed answer."""
 
     def __init__(
         self,
         feeds: Sequence[TokenBuffer],
         tasks: Sequence[asyncio.Task[AnswerChoice]],
         chunks: Sequence[ChoiceEvents],
-        ending: Callable[[Sequence[AnswerChoice]], list[bytes]],
+        form: AnswerFormat,
         has_tokens: asyncio.Event,
     ) -> None:
-        self._ending = ending
+        self._form = form
         self._open = list(zip(feeds, tasks, chunks, strict=True))
         self._choices: list[AnswerChoice] = []
         self._has_tokens = has_tokens
@@ -79,20 +106,32 @@ class EventStream:
         """
         try:
             while self._open:
-                await self._has_tokens.wait()
-                self._has_tokens.clear()
+                await self._wait_tokens(request)
                 for stream in list(self._open):
                     await self._forward(request, *stream)
         except HttpError as problem:
             if not self._response.prepared:
                 raise
             # the status is already sent; this ends the stream
-            await self._event(request, problem.body)
+            await self._event(request, self._form.error(problem))
             return self._response
-        for data in self._ending(self._choices):
+        for data in self._form.ending(self._choices):
             await self._response.write(b"data: " + data + b"\n\n")
         await self._response.write_eof()
         return self._response
+
+    async def _wait_tokens(self, request: web.Request) -> None:
+        """Wait for tokens or an end, and keep a stream that has begun alive meanwhile."""
+        while not self._has_tokens.is_set():
+            if self._form.idle_event is None or not self._response.prepared:
+                await self._has_tokens.wait()
+                break
+            try:
+                async with asyncio.timeout(PING_S):
+                    await self._has_tokens.wait()
+            except TimeoutError:
+                await self._event(request, self._form.idle_event)
+        self._has_tokens.clear()
 
     async def _forward(
         self,

@@ -187,9 +187,9 @@ def wants_no_form(task: dict[str, Any]) -> Any:
         raise SystemExit(3) from None
 
 
-def asks_for_search(task: dict[str, Any]) -> Any:
+def asks_for_computer(task: dict[str, Any]) -> Any:
     """A tool that no policy of ours has."""
-    post("/responses", {"input": "hello", "tools": [{"type": "web_search"}]})
+    post("/responses", {"input": "hello", "tools": [{"type": "computer_use_preview"}]})
 
 
 def changes_calls(task: dict[str, Any]) -> Any:

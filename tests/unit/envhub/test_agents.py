@@ -15,7 +15,8 @@ from typing import Any
 
 import aiohttp
 import pytest
-from envhub_kit import Scripted, domain, write_tokenizer
+from agent_kit import Policy, agent_runners, agent_task
+from envhub_kit import domain, write_tokenizer
 from template_models import make_tokenizer_folder
 from waits import runs
 
@@ -26,12 +27,11 @@ from broker.settings.run_settings import RunSettings
 from envhub import config
 from envhub.agents.session import AgentSession, SessionContext
 from envhub.envs import agent as agent_env
-from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
+from envhub.episodes.runners import EpisodeRunners
 from envhub.lengths.corrections import LengthCalibration
 from envhub.lengths.predictor import LengthPredictor
 from envhub.servers.turn import SampledTurn, TurnFailed, TurnRequest
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
-from envhub.workers.calls import EnvironmentCalls
 from rlearner_text.openai.http_errors import HttpError
 from rlearner_text.openai.request_bodies import ChatBody, CompletionBody
 from rlearner_text.tokenizer import Tokenizer
@@ -43,18 +43,6 @@ PROGRAMS = str(ROOT / "tests" / "kit" / "agent_programs.py")
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.load(write_tokenizer(tmp_path_factory.mktemp("agents")))
-
-
-class Policy(Scripted):
-    """Answers by a script; every call has a version and a logprob of its own."""
-
-    async def turn(self, ask: TurnRequest) -> SampledTurn:
-        sampled = await super().turn(ask)
-        number = len(self.asks)
-        count, reason = len(sampled.token_ids), sampled.finish_reason if not self.close else "stop"
-        return SampledTurn.of(
-            sampled.token_ids, [-number / 8] * count, [number, count], reason, f"s{number}"
-        )
 
 
 Play = Callable[..., Any]
@@ -82,25 +70,9 @@ async def play(tokenizer: Tokenizer, tmp_path: Path) -> AsyncIterator[Play]:
             "eval_share": 0.5,
         }
         args |= {"env": {"PIDS": str(tmp_path / "pids")}, **fields.pop("env_args", {})}
-        section = {
-            "context": "steps",
-            "max_turns": 8,
-            "max_context_tokens": 400,
-            "sampling": {"max_tokens": 12},
-            **fields,
-        }
-        of = domain("agent", env_args=args, **section)
-        of.check()
-        players = EpisodeRunners(
-            tokens,
-            policy or Policy(tokenizer, lambda _: "yes"),
-            EnvironmentCalls(5.0),
-            EpisodeLimits(timeout_s, 10.0),
-        )
+        task = agent_task(args, **fields)
+        players = agent_runners(tokens, policy or Policy(tokenizer, lambda _: "yes"), timeout_s)
         made.append(players)
-        task = EpisodeTask(
-            id="hub.1", domain=of, task_index=3, split="eval", seed=11, episode=2, min_version=1
-        )
         return await players.play(task, versions.append)
 
     run.versions = versions  # type: ignore[attr-defined]
@@ -414,7 +386,7 @@ async def test_a_form_that_no_grammar_supports_is_the_agents_failure(
 async def test_a_request_that_nothing_here_serves_is_the_agents_failure(
     play: Play, with_tools: Tokenizer
 ) -> None:
-    failed = await fails(play, "asks_for_search", tokenizer=with_tools)
+    failed = await fails(play, "asks_for_computer", tokenizer=with_tools)
     assert (failed.kind, failed.detail.endswith("HTTP Error 400: Bad Request")) == ("env", True)
 
 

@@ -135,9 +135,9 @@ def test_earlier_answers_are_found_by_their_ids_until_there_are_too_many() -> No
             "previous_response_id: 'r' is not allowed; this server keeps no answer",
         ),
         (
-            {"tools": [{"type": "web_search"}]},
+            {"tools": [{"type": "computer_use_preview"}]},
             "tools.0.type",
-            "tools.0.type: 'web_search' is not allowed; only tools of type 'function'",
+            "tools.0.type: 'computer_use_preview' is not allowed; only tools of type 'function'",
         ),
         ({"tools": [{"type": "function"}]}, "tools.0.name", "tools.0.name must be given"),
         ({"background": True}, "background", "background is not supported by this server"),
