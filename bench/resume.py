@@ -17,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import numpy as np
@@ -46,15 +47,25 @@ RESPONSE = 20
 LIMIT_S: Final = 240.0
 
 
-def config(folder: Path, steps: int, every: int, keep: bool | int = True) -> dict[str, Any]:
-    """Return a configuration with one domain whose environment never runs."""
+def config(
+    folder: Path,
+    steps: int,
+    every: int,
+    keep: bool | int = True,
+    domain: Mapping[str, Any] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """Return a configuration with one domain whose environment never runs.
+
+    Args:
+        domain: further settings of it.
+    """
     lake: dict[str, Any] = {
         "env": "frozenlake",
         "group_size": 4,
         "max_context_tokens": 64,
         "deadline_s": 60,
     }
-    lake |= {"sampling": {"max_tokens": 32}}
+    lake |= {"sampling": {"max_tokens": 32}, **domain}
     train = {
         "steps": steps,
         "groups_per_step": 4,
@@ -105,14 +116,20 @@ async def answer(bus: Bus, seed: int, pace_s: float) -> None:
 
 
 async def disturbed(
-    folder: Path, steps: int, resumes: int, seed: int, keep: bool | int = True
+    folder: Path,
+    steps: int,
+    resumes: int,
+    seed: int,
+    keep: bool | int = True,
+    domain: Mapping[str, Any] = MappingProxyType({}),
 ) -> int:
     """Train with kills into ``folder/runs``; return how often the learner resumed from a
     checkpoint.
     """
     rng = random.Random(seed)
     file = folder / "run.yaml"
-    file.write_text(to_yaml(config(folder / "runs", steps, 3, keep)), encoding="utf-8")
+    plain = config(folder / "runs", steps, 3, keep, domain)
+    file.write_text(to_yaml(plain), encoding="utf-8")
     moments = sorted(rng.sample(range(4, steps - 1), resumes))
     metrics = folder / "runs" / RUN / "metrics.jsonl"
     async with RunFleet(folder / "fleet", RUN) as fleet:

@@ -23,7 +23,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
-from bench.support.smoke_cases import CASES, ROOT, ROWS, SmokeCase
+from bench.support.smoke_cases import CASES, FOLDER, ROOT, ROWS, SmokeCase
 
 AT_ONCE: Final = 2
 LIMIT_S: Final = 900.0  # of one bench, which takes seconds: it hangs
@@ -53,7 +53,8 @@ def run_case(case: SmokeCase, folder: Path) -> SmokeResult:
     """
     if problem := case.problem():
         return SmokeResult(case, 0.0, 0.0, skipped=problem)
-    words = [str(folder / "rows.jsonl") if word == ROWS else word for word in case.arguments]
+    places = {ROWS: str(folder / "rows.jsonl"), FOLDER: str(folder / case.name)}
+    words = [places.get(word, word) for word in case.arguments]
     start = ["-m", "bench.smoke", ONE, case.name] if case.constants else ["-m", case.module]
     began = time.monotonic()
     log = folder / f"{case.name}.log"

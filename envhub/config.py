@@ -38,11 +38,13 @@ def check(settings: RunSettings) -> RunSettings:
         DataError: if a row of a data file is malformed.
     """
     from envhub.domain import load_domains
+    from envhub.task_catalogue import check_tasks
 
     domains = load_domains(settings)
     for domain in domains.values():
         _check_numbers(domain, settings)
         domain.check()
+        check_tasks(domain)
     if settings.eval.every_steps:
         settings = settings.with_values("eval", tasks=num_eval_tasks(settings))
     _check_demonstrations(domains, settings)

@@ -123,6 +123,12 @@ class Domain:
                 error.path, error.line, f"{error.problem} (domain {self.name})"
             ) from None
 
+    @property
+    def has_chosen_tasks(self) -> bool:
+        """Whether the learner chooses its tasks, which then come back."""
+        is_mixed = self.environment.is_mixed(self.args)
+        return self.section.curriculum is not None or is_mixed
+
     def num_tasks(self, split: Split) -> int | None:
         """Return ``Environment.num_tasks``."""
         return self.environment.num_tasks(self.args, split)

@@ -36,6 +36,7 @@ class EpisodeTask:
         ticket: number of the ticket, 0 for evaluations and trials.
         step: training step that the group is expected in, -1 unknown.
         episode: number in the group, from 0.
+        draw: mixed into the seeds of sampling, 0: not; it makes a task that comes back sample others.
         record: whether to keep text frames for a replay.
     """
 
@@ -52,6 +53,13 @@ class EpisodeTask:
     record: bool = False
     ticket: int = 0
     step: int = -1
+    draw: int = 0
+
+    @property
+    def sampling_seeds(self) -> tuple[int, ...]:
+        """Numbers that the seeds of its turns are made of."""
+        own = (self.seed, self.episode)
+        return (*own, self.draw) if self.draw else own
 
 
 @dataclass(frozen=True)

@@ -45,9 +45,11 @@ def check(settings: RunSettings) -> RunSettings:
     _check_training(settings)
     from learner.algorithm_checks import check_algorithm
     from learner.credit.capacity import check_groups
+    from learner.credit.curriculum_checks import check_curricula
     from learner.teacher_checks import check_teachers
 
     check_groups(settings)
+    check_curricula(settings)
     check_algorithm(settings)
     check_teachers(settings)
     _check_warm_start(settings)

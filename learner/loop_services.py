@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from broker.contract.streams import EVALTICKETS, TICKETS
 from broker.runtime.presence import Roster
@@ -76,12 +78,14 @@ async def open_services(
     status: LearnerStatus,
     trackers: TrackerGroup,
     newest_step: int,
+    store_pass_rates: Callable[[Mapping[str, Any]], None],
 ) -> LearnerServices:
     """Open the services one by one; the stack closes them in reverse order.
 
     Args:
         folder: the run's.
         newest_step: step of the newest checkpoint, -1 if there is none.
+        store_pass_rates: called with the dumped ledger of each checkpoint.
     """
     bus = member.bus
     stop = member.stop
@@ -120,6 +124,7 @@ async def open_services(
         say=status.say_waiting,
         newest_step=newest_step,
         pressed=lambda: gate.pressed,
+        store_pass_rates=store_pass_rates,
     )
     gate = StoreGate(
         bus,

@@ -17,6 +17,7 @@ from broker.contract.wire import PlainSettings
 from broker.errors import ConfigError, UserError
 from broker.settings.run_settings import RunSettings
 from learner.checkpoints import checkpoint
+from learner.credit.dataset_record import check_datasets
 from learner.prepare import refuse_fewer_steps, run_folder
 from learner.run_folder import noted_epoch
 from rlearner_text.hub import is_local, read_json, tokenizer_folder
@@ -95,15 +96,16 @@ def check_continuing(settings: RunSettings, *, force: bool) -> list[str]:
 
 
 def check_changes(folder: Path, settings: RunSettings, *, force: bool) -> list[str]:
-    """Return one line for each setting that differs from the folder's; none for a new run.
+    """Return one line for each setting or data set that differs from the folder's; none for a new
+    run.
 
     Args:
         settings: validated, to continue with.
         force: allow a model of the same shapes and tokenizer (the checkpoint's weights are used),
-            and only new domains.
+            only new domains, and other data.
 
     Raises:
-        UserError: if a setting changed that cannot.
+        UserError: if a setting changed that cannot, or the data did.
     """
     old_config = read_settings(folder)
     if old_config is None:
@@ -112,8 +114,9 @@ def check_changes(folder: Path, settings: RunSettings, *, force: bool) -> list[s
         _refuse_model(weights_folder, old_config, settings, force=force)
     if noted_epoch(folder) or checkpoint.list_checkpoints(folder / "checkpoints"):
         _refuse_domains(old_config, settings, force=force)
+    data_changes = check_datasets(folder, settings, old_config, force=force)
     changes = setting_changes(old_config, settings.to_plain())
-    return [format_change(change) for change in changes]
+    return [*data_changes, *(format_change(change) for change in changes)]
 
 
 def _find_weights(folder: Path) -> Path | None:

@@ -25,9 +25,11 @@ from broker.system.process_identity import this_process
 from broker.telemetry.traces import require_installed
 from learner.backends.parts.part_file import DamagedFileError
 from learner.checkpoints import checkpoint
+from learner.credit.dataset_record import describe_datasets, note_datasets
 from learner.credit.ledger import Ledger, RulesUpdate
 from learner.credit.record_intake import rules_change
 from learner.credit.recovery import Recovery
+from learner.credit.task_sources import TaskSources
 from learner.credit.ticket_rules import TicketRules, rules_of
 from learner.give_up import FailureMonitor, watch_hubs
 from learner.loop import TrainingLoop
@@ -233,6 +235,8 @@ class LearnerService:
         """
         await self.watch.open()
         self.digests = await asyncio.to_thread(data_digests, self.settings)
+        self.datasets = await asyncio.to_thread(describe_datasets, self.settings)
+        self.task_sources = await asyncio.to_thread(TaskSources, self.settings)
         self.model_path = model_path = await self._model_path()
         trackers = await open_trackers(
             stack,
@@ -267,6 +271,7 @@ class LearnerService:
             status=self.status,
             trackers=trackers,
             newest_step=self.ledger.state.version if self._newest() else -1,
+            store_pass_rates=partial(self.task_sources.store_pass_rates, self.folder),
         )
         self.status.metrics_writer = self.services.metrics_writer
         self.member.spawn(self._abandon_on_stop())
@@ -379,7 +384,13 @@ class LearnerService:
     def _rules(self) -> TicketRules:
         """Return the rules of the configuration."""
         algorithm = self.settings.algorithm
-        return rules_of(self.train, algorithm, self.settings.domains, self.settings.run.seed)
+        return rules_of(
+            self.train,
+            algorithm,
+            self.settings.domains,
+            self.settings.run.seed,
+            tasks=self.task_sources.rules,
+        )
 
     async def _first_rules(self) -> TicketRules:
         """Return the first rules of the log: a learner killed early may have appended some."""
@@ -462,6 +473,7 @@ class LearnerService:
         previous = read_settings(self.folder) or config
         changes = [format_change(change) for change in setting_changes(previous, config)]
         write_config(self.folder, config)
+        note_datasets(self.folder, self.datasets)
         await asyncio.to_thread(
             partial(
                 note_start,

@@ -27,6 +27,7 @@ from broker.system.visible_text import visible_json
 from learner.nodes import start as nodes
 from rlearner import offline_cli as pipelines_cli
 from rlearner.console import cli as console_cli
+from rlearner.data import cli as data_cli
 from rlearner.doctor import cli as doctor_cli
 from rlearner.evaluate import cli as eval_cli
 from rlearner.examples import EXAMPLES
@@ -99,6 +100,7 @@ def make_parser() -> argparse.ArgumentParser:
     check.set_defaults(run=_check_config)
     _add_settings_parser(commands)
     new_cli.add_parser(commands)
+    data_cli.add_parser(commands)
     doctor_cli.add_parser(commands)
     plan_cli.add_parser(commands)
     units_cli.add_parser(commands)

@@ -69,6 +69,17 @@ EXAMPLES: Final = {
         "rlearner replay quick --from 20 --to 40",
         "rlearner replay quick --from 0 --to 40 algorithm=gspo --out runs/quick-gspo",
     ],
+    "rlearner rescore": [
+        "rlearner rescore quick reward.length.weight=0.5",
+        "rlearner rescore math 'domains.math.rewards=[{name: math_answer}]' --out new.jsonl",
+    ],
+    "rlearner data sample": [
+        "rlearner data sample train.jsonl --by level --n 500 --out small.jsonl",
+        (
+            "rlearner data sample train.jsonl --by difficulty --pass-rates runs/math --n 500 "
+            "--out small.jsonl --equal"
+        ),
+    ],
     "rlearner export": [
         "rlearner export quick",
         "rlearner export quick --step 40 --out quick-40 --max-shard-gib 2",

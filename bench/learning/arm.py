@@ -30,6 +30,7 @@ from learner.algorithm.episodes import episode_rewards
 from learner.backends import BACKENDS
 from learner.credit import record_intake
 from learner.credit.ledger import Action, ForgetTicket, HoldGroup, IssueTicket, Ledger, TakeGroup
+from learner.credit.task_sources import TaskSources
 from learner.credit.ticket_rules import rules_of
 from learner.evaluation.evaluation import EvaluationQueue
 from learner.training import TrainingThread
@@ -58,7 +59,10 @@ class TrainingArm:
         self._domains = settings.domains
         self._seed = settings.run.seed
         self._evaluation = settings.eval
-        self.ledger = Ledger(rules_of(self._train, self._algorithm, self._domains, self._seed))
+        tasks = TaskSources(settings).rules
+        self.ledger = Ledger(
+            rules_of(self._train, self._algorithm, self._domains, self._seed, tasks)
+        )
         self.hub = InlineHub(config, model_path)
         self._granted: list[wire.Ticket] = []
         self._log: deque[LogRecord] = deque()

@@ -41,9 +41,12 @@ class WatchedArm(TrainingArm):
     def __init__(self, config: dict[str, Any], model_path: str, every: int) -> None:
         super().__init__(config, model_path)
         self._every, self.points = every, dict[int, list[int]]()
+        self.consumed: dict[int, int] = {}  # step -> groups that have ended
 
     async def measure(self) -> None:
         self.points[self.hub.version] = await self.success()
+        counts = self.ledger.counts()
+        self.consumed[self.hub.version] = counts["issued"] - counts["open"]
 
     async def _step(self) -> None:
         await super()._step()
@@ -80,10 +83,12 @@ def warm_start(folder: Path, config_path: str, overrides: Sequence[str]) -> str:
     ).model_path()
 
 
-def run_arm(config: dict[str, Any], model_path: str, every: int) -> dict[str, Any]:
+def run_arm(
+    config: dict[str, Any], model_path: str, every: int, kind: type[WatchedArm] = WatchedArm
+) -> dict[str, Any]:
     began = time.monotonic()
     cpu = time.process_time()
-    arm = WatchedArm(config, model_path, every)
+    arm = kind(config, model_path, every)
 
     async def work() -> None:
         await arm.run()
@@ -97,6 +102,7 @@ def run_arm(config: dict[str, Any], model_path: str, every: int) -> dict[str, An
     }
     row: dict[str, Any] = {"solved": tasks, "episodes_per_map": episodes, "points": points}
     row |= {"curve": [round(value, 4) for value in arm.curve], "tickets": arm.ledger.counts()}
+    row |= {"consumed": {str(step): number for step, number in arm.consumed.items()}}
     return row | {
         "seconds": round(time.monotonic() - began, 1),
         "cpu_s": round(time.process_time() - cpu, 1),

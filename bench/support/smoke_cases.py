@@ -18,6 +18,7 @@ from bench.support.console_browser import CHROMIUM
 from bench.support.hosts import network_namespaces
 
 ROWS: Final = "{rows}"  # argument: a file of questions and answers
+FOLDER: Final = "{folder}"  # argument: a folder for results
 ROOT: Final = Path(__file__).parents[2]
 
 # Benches that `make test`, or a target of its own, runs: what each needs is not there everywhere,
@@ -166,6 +167,17 @@ CASES: Final = (
             "bench.tail.__main__:STEPS": 4,
             "bench.tail.scene:GROUPS": 8,
         },
+    ),
+    SmokeCase(
+        "bench.curriculum",
+        ("samples_ratio", "seeds"),
+        (
+            *("--seeds", "1", "--every", "1", "--out", FOLDER),
+            *("train.steps=2", "train.groups_per_step=2", "train.warmup_steps=0"),
+            *("warm_start.steps=2", "warm_start.episodes=8", "eval.tasks=4"),
+            *("domains.sokoban.group_size=2", "domains.sokoban.curriculum.tasks=4"),
+        ),
+        exit_codes=(0, 1),
     ),
     SmokeCase(
         "bench.answers",

@@ -265,6 +265,49 @@ class DomainEvalSection(Section):
     temperature: NonNegativeFloat | None = None  # the rest of sampling is the domain's
 
 
+Share = Annotated[float, Field(ge=0, le=1)]
+# least and largest pass rate
+Band = Annotated[list[Share], Field(min_length=2, max_length=2)]
+
+
+class StageSection(Section):
+    """A stage of a curriculum: another band from a step on."""
+
+    harmless = ("from_step", "band")
+
+    # first step whose tickets it chooses
+    from_step: NonNegativeInt
+    # least and largest pass rate of the tasks that are given from then on
+    band: Band
+
+
+class CurriculumSection(Section):
+    """Which tasks a domain is given, by the policy's own pass rate on each of them."""
+
+    # only the learner reads the pass rates
+    harmless = (
+        "tasks", "band", "stages", "priority", "explore", "newest_weight", "pass_rates",
+    )  # fmt: skip
+
+    # number of tasks; null: as many as the data set has. Environments that make tasks without end
+    # need it
+    tasks: Annotated[int, Field(gt=0, le=2**31 - 1)] | None = None
+    # least and largest pass rate of the tasks that are given; those not measured yet always are
+    band: Band = [0.0, 1.0]
+    # other bands later, in the order of their steps
+    stages: list[StageSection] = []
+    # learnability: tasks of the band by p (1 - p), most often those near one half; uniform: each
+    # as often as any other
+    priority: Literal["learnability", "uniform"] = "learnability"
+    # share of its turns that a task gets although it is outside the band, or always or never
+    # solved, so that its pass rate is measured again
+    explore: Share = 0.05
+    # of the newest group in a task's pass rate, which is a moving average
+    newest_weight: Annotated[float, Field(gt=0, le=1)] = 0.5
+    # pass rates to begin with: pass_rates.jsonl of another run of the same model, or its folder
+    pass_rates: str | None = None
+
+
 class DomainSection(Section):
     """One kind of task: its environment, and how groups are run and scored."""
 
@@ -286,6 +329,7 @@ class DomainSection(Section):
     system_prompt: str = ""
     examples: list[ExampleSection] = []
     weight: NonNegativeFloat = 1.0  # share among the domains; 0: only evaluated, never trained
+    curriculum: CurriculumSection | None = None  # null: all tasks in turn
     # episodes of one training task, whose rewards are compared
     group_size: PositiveInt = 8
     min_group_size: PositiveInt | None = None  # null: all of them

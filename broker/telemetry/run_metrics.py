@@ -86,6 +86,12 @@ SECTIONS: Final[dict[str, tuple[Metric, ...]]] = {
             )
         ),
         Metric("filter/count", "groups", LEARNER, "Groups that were filtered in the step."),
+        Metric("curriculum/<domain>/measured", "share", LEARNER,
+               "Share of a domain's tasks whose pass rate was measured."),
+        Metric("curriculum/<domain>/in_band", "share", LEARNER,
+               "Share of the measured tasks with a pass rate within the curriculum's band."),
+        Metric("curriculum/<domain>/pass_rate", "share", LEARNER,
+               "Mean pass rate of the measured tasks, by their newest groups."),
     ),
     "Staleness": (
         Metric("staleness/mean", "versions", LEARNER,

@@ -326,7 +326,7 @@ class AgentSession:
                 top_p=sampling.top_p,
                 top_k=sampling.top_k,
                 min_p=sampling.min_p,
-                seed=mix(task.seed, task.episode, len(prompt), self._num_calls),
+                seed=mix(*task.sampling_seeds, len(prompt), self._num_calls),
                 stop=[*sampling.stop, *request.sampling.stop],
                 stop_token_ids=sorted({*self._stop_token_ids, *request.sampling.stop_token_ids}),
                 frequency_penalty=request.sampling.frequency_penalty,

@@ -43,6 +43,7 @@ from broker.settings.config import DomainSection, Section
 from broker.settings.secret import SecretRef
 from broker.system.workers.start import BOOT
 from envhub.envs.base import Environment, Split
+from rlearner_text.rows.columns import digest_row
 
 LAUNCHER: Final = "envhub.agents.call"
 Source = Literal["result", "exit", "none"]
@@ -144,6 +145,26 @@ class AgentEnvironment(Environment):
         if args.path is None:
             return args.num_tasks
         return len(rows(args, split))
+
+    @classmethod
+    def task_keys(cls, args: AgentArgs) -> list[bytes] | None:
+        if args.path is None:
+            return None
+        num_rows = len(rows(args, "train"))
+        in_order = (row(args, task, "train") for task in range(num_rows))
+        return [digest_row(dict(each or {}))[:8] for each in in_order]
+
+    @classmethod
+    def row_digests(cls, args: AgentArgs) -> dict[str, list[bytes]]:
+        if args.path is None:
+            return {}
+        digests: dict[str, list[bytes]] = {}
+        for path, split_rows in (
+            (args.path, rows(args, "train")),
+            (args.eval_path or args.path, rows(args, "eval")),
+        ):
+            digests.setdefault(path, []).extend(digest_row(each)[:8] for each in split_rows)
+        return digests
 
 
 def plain_env(args: AgentArgs) -> dict[str, str]:

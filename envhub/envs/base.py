@@ -159,6 +159,32 @@ class Environment:
         return None
 
     @classmethod
+    def is_mixed(cls, args: Any) -> bool:
+        """Return whether parts of its data have weights of their own; opens no file."""
+        return False
+
+    @classmethod
+    def task_parts(cls, args: Any) -> Sequence[tuple[int, float]]:
+        """Return the number of training tasks and the weight of each part, if it is mixed.
+
+        Task 0 is then the first row of the first part, and so on.
+        """
+        return []
+
+    @classmethod
+    def task_keys(cls, args: Any) -> list[bytes] | None:
+        """Return 8 bytes for each training task that equal tasks share, in order of ``reset``.
+
+        None: tasks are generated from the arguments, the seed and the index.
+        """
+        return None
+
+    @classmethod
+    def row_digests(cls, args: Any) -> dict[str, list[bytes]]:
+        """Return a digest of each row of its data sets in order, by path; of files and folders."""
+        return {}
+
+    @classmethod
     def tools(cls, args: Any) -> list[dict[str, Any]]:
         """Return the functions that the policy may call, in OpenAI's form.
 

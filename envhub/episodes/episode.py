@@ -78,7 +78,7 @@ class Episode:
         self._conversations: list[Conversation] = []
         self._prompts: list[PromptText] = []  # of the conversations
         # each turn's seed is made of this one and the length of its context
-        self._seed = stirred(0, task.seed, task.episode)
+        self._seed = stirred(0, *task.sampling_seeds)
         self._turns: list[wire.Turn] = []
         self._frames: list[str] = []
         self._generate_s = self._env_step_s = 0.0

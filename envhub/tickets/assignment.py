@@ -108,6 +108,7 @@ def task(
         record=assignment.split == "eval" and episode == 0,
         ticket=assignment.number if assignment.split == "train" else 0,
         step=step,
+        draw=assignment.number if assignment.split == "train" and domain.has_chosen_tasks else 0,
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ class CheckpointSaver:
         say: receives a text when training has to wait, and an empty one afterwards.
         newest_step: step of the newest checkpoint there, -1 if there is none.
         pressed: returns whether the broker's store needs the log trimmed soon.
+        store_pass_rates: writes those of a dumped ledger next to its checkpoint.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class CheckpointSaver:
         say: Callable[[str], None],
         newest_step: int = -1,
         pressed: Callable[[], bool] = lambda: False,
+        store_pass_rates: Callable[[Mapping[str, Any]], None] = lambda ledger: None,
     ) -> None:
         self._folder = folder
         self._keep = section.keep
@@ -75,6 +77,7 @@ class CheckpointSaver:
         self._say = say
         self._written_step = newest_step
         self._pressed = pressed
+        self._store_pass_rates = store_pass_rates
         # Step of the checkpoint behind which the log was trimmed for lack of room.
         self._relieved_step = -1
         self._writing: asyncio.Task[None] | None = None
@@ -273,6 +276,7 @@ class CheckpointSaver:
         self._written_step = ledger["version"]
         self._times["time/checkpoint_write"] = time.monotonic() - began
         log.info("checkpoint %s", path)
+        await self._disk_retry.in_thread(self._store_pass_rates, ledger)
         paths = await self._disk_retry.in_thread(
             checkpoint.prune_checkpoints, self._folder, self._keep
         )

@@ -69,6 +69,10 @@ issued yet: an earlier incarnation had, in a part of the log that is gone. Up to
 tickets count as issued and dead, so that no number ever stands for two tickets. They replace
 nothing and nothing replaces them: both sides of the first equation grow equally.
 
+**Tasks.** A ticket of a domain with a curriculum, or with files of different weights, gets the task
+that ``learner.credit.task_pool`` chooses; any other domain gets its tasks in turn. The first record
+of a live ticket updates the pass rate of its task, whatever becomes of the group.
+
 The ledger never deadlocks: while the step is not full, credit leaves at least one live ticket; once
 all live ones have arrived, the one due first has room, since nothing is due before it.
 """
@@ -87,7 +91,14 @@ from broker.contract import wire
 from broker.contract.staleness import due_step, is_late
 from broker.errors import UserError
 from learner.algorithm.selection import num_kept
-from learner.credit.ticket_rules import TicketRules, due_horizon, next_domain, task_seed
+from learner.credit.task_pool import PoolState, choose_task, observe_task, update_pool
+from learner.credit.ticket_rules import (
+    DomainRule,
+    TicketRules,
+    due_horizon,
+    next_domain,
+    task_seed,
+)
 
 ZERO_STD: Final = 1e-6
 # Closed: the broker no longer knows the ticket.
@@ -109,6 +120,9 @@ class GroupArrival:
     oldest_version: int  # of all its sampled tokens
     rewards: tuple[float, ...]  # one per episode
     passes_filters: bool = True  # by the rules
+    # episodes that solved the task, of those that count for its pass rate
+    successes: int = 0
+    episodes: int = 0
 
 
 @dataclass(frozen=True)
@@ -200,7 +214,9 @@ class LedgerState(msgspec.Struct):
     credit: int = 0  # tickets that replaced nothing, without those withdrawn
     # domain -> tickets that replaced none of the same domain, since the shares last changed
     base: dict[str, int] = {}
-    tasks: dict[str, int] = {}  # domain -> task index of its next ticket
+    # domain -> number of its tickets, the task index of the next one where tasks come in turn
+    tasks: dict[str, int] = {}
+    pools: dict[str, PoolState] = {}  # domain -> the tasks from which its tickets' are chosen
     live: dict[int, wire.Ticket] = {}  # open, queued or taken into the current step
     queue: list[LedgerEntry] = []  # in log order
     taken: list[LedgerEntry] = []  # the current step, in the order in which they were taken
@@ -234,7 +250,10 @@ class Ledger:
     """
 
     def __init__(self, rules: TicketRules | LedgerState) -> None:
-        self.state = rules if isinstance(rules, LedgerState) else LedgerState(rules)
+        if isinstance(rules, LedgerState):
+            self.state = rules
+        else:
+            self.state = LedgerState(rules, pools=_update_pools({}, rules, 0))
         taken_numbers = {entry.number for entry in self.state.taken}
         self._arrived = {entry.number for entry in self.arrived}
         self._unplaced = Counter(
@@ -370,6 +389,8 @@ class Ledger:
         if number not in self.state.live or number in self._arrived:
             self.state.duplicate += 1
             return [RefuseRecord(number, "duplicate")]
+        if isinstance(record, GroupArrival):
+            self._observe(record)
         if isinstance(record, TicketEnd):
             self._count(record.reason)
             outcome = self._outcome(number, record.reason)
@@ -435,6 +456,7 @@ class Ledger:
         if update.rules == old_rules:
             return []
         s.rules = update.rules
+        s.pools = _update_pools(s.pools, update.rules, s.issued)
         if _domain_weights(update.rules) != _domain_weights(old_rules):
             s.base = {}
         actions: list[Action] = []
@@ -473,8 +495,8 @@ class Ledger:
     def _issue(self, domain: str) -> IssueTicket:
         rule = self.rules.domain(domain)
         s = self.state
-        task_index = s.tasks.get(domain, 0)
-        s.tasks[domain] = task_index + 1
+        task_index = self._next_task(rule)
+        s.tasks[domain] = s.tasks.get(domain, 0) + 1
         s.issued += 1
         ticket = wire.Ticket(
             number=s.issued,
@@ -494,6 +516,29 @@ class Ledger:
         s.live[ticket.number] = ticket
         self._unplaced[ticket.min_version] += 1
         return IssueTicket(ticket)
+
+    def _next_task(self, rule: DomainRule) -> int:
+        if rule.tasks is None:
+            return self.state.tasks.get(rule.name, 0)
+        pool = self.state.pools[rule.name]
+        key = f"{self.rules.seed}/{rule.name}"
+        return choose_task(pool, rule.tasks, key=key, step=self.state.version)
+
+    def _observe(self, record: GroupArrival) -> None:
+        """Update the pass rate of a live ticket's task, unless that is of earlier tasks."""
+        ticket = self.state.live[record.ticket]
+        pool = self.state.pools.get(ticket.domain)
+        if pool is None or ticket.number <= pool.since:
+            return
+        tasks = self.rules.domain(ticket.domain).tasks
+        if tasks is not None and tasks.curriculum is not None:
+            observe_task(
+                pool,
+                tasks.curriculum,
+                ticket.task_index,
+                successes=record.successes,
+                episodes=record.episodes,
+            )
 
     def _skip(self, last: int) -> SkipTickets:
         s = self.state
@@ -585,6 +630,17 @@ class Ledger:
             version=self.state.version,
             groups_per_step=rules.groups_per_step,
         )
+
+
+def _update_pools(
+    pools: dict[str, PoolState], rules: TicketRules, issued: int
+) -> dict[str, PoolState]:
+    """Return the pools of the domains whose tasks the rules let the ledger choose."""
+    return {
+        rule.name: update_pool(pools.get(rule.name), rule.tasks, issued)
+        for rule in rules.domains
+        if rule.tasks is not None
+    }
 
 
 def _domain_weights(rules: TicketRules) -> list[tuple[str, float]]:

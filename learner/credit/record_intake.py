@@ -8,7 +8,7 @@ import msgspec
 
 from broker.contract import wire
 from broker.jetstream.bus import LogRecord
-from learner.algorithm.episodes import episode_rewards
+from learner.algorithm.episodes import episode_rewards, final_trajectories
 from learner.algorithm.filters import passes_filter, passes_pass_rate
 from learner.credit.ledger import GroupArrival, Ledger, Record, RulesUpdate, TicketEnd
 from learner.credit.ticket_rules import TicketRules
@@ -52,8 +52,14 @@ def read_record(entry: LogRecord, ledger: Ledger, vocab_size: int) -> RecordInta
     passes_filters = passes_pass_rate(rules.pass_rate, message) and passes_filter(
         rules.group_filter, message
     )
+    successes = [episode.success for episode in final_trajectories(message)]
     arrival = GroupArrival(
-        message.ticket, oldest, episode_rewards(message), passes_filters=passes_filters
+        message.ticket,
+        oldest,
+        episode_rewards(message),
+        passes_filters=passes_filters,
+        successes=sum(successes),
+        episodes=len(successes),
     )
     return RecordIntake(arrival, group=message)
 

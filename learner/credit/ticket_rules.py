@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from hashlib import blake2b
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from broker.settings.config import num_greedy
 from broker.settings.timeouts import seconds
 from learner.config import AlgorithmSection, TrainSection
+from learner.credit.task_pool import TaskRule
 
 # Exact as a float64, the only number of some languages.
 _SEED_BITS = 53
@@ -30,6 +32,8 @@ class DomainRule:
     deadline_s: float
     num_greedy: int = 0  # additional baseline episodes
     num_redundant: int = 0  # additional episodes that replace slow ones
+    # None: all tasks in turn, without end
+    tasks: TaskRule | None = None
 
 
 @dataclass(frozen=True)
@@ -75,9 +79,17 @@ class TicketRules:
 
 
 def rules_of(
-    train: TrainSection, algorithm: AlgorithmSection, domains: dict[str, Any], seed: int
+    train: TrainSection,
+    algorithm: AlgorithmSection,
+    domains: dict[str, Any],
+    seed: int,
+    tasks: Mapping[str, TaskRule] = MappingProxyType({}),
 ) -> TicketRules:
-    """Return the rules of a validated configuration; domains of weight 0 get no tickets."""
+    """Return the rules of a validated configuration; domains of weight 0 get no tickets.
+
+    Args:
+        tasks: of the domains whose tasks the ledger chooses, see ``learner.credit.task_sources``.
+    """
     num_greedy_episodes = num_greedy(algorithm.adv_estimator)
     rules = []
     for name, domain in sorted(domains.items()):
@@ -92,6 +104,7 @@ def rules_of(
                 deadline_s=seconds(domain.deadline_s),
                 num_greedy=num_greedy_episodes,
                 num_redundant=domain.group_size_redundancy,
+                tasks=tasks.get(name),
             )
         )
     pass_rate = algorithm.pass_rate

@@ -61,6 +61,10 @@ class DataSection(Section):
         path = self.eval or self.train
         return DataSource(path, self.subset or "", self.eval_split or "", self.max_rows)
 
+    def sources(self) -> dict[str, DataSource | None]:
+        """Return the data sets by their keys."""
+        return {"data.train": self.training_source(), "data.eval": self.held_out_source()}
+
     def digests(self) -> dict[str, str]:
         """Return the digest of each data set by its path.
 

@@ -23,6 +23,7 @@ from broker.settings.registry import resolve
 from broker.system.locks import lock
 from broker.system.private_files import private_folder
 from learner.checkpoints import checkpoint
+from learner.credit.dataset_record import check_sources, describe_sources, note_datasets
 from learner.offline import PIPELINES
 from learner.offline.base import REFERENCE, OfflineJob, OfflinePipeline, check_finite
 from learner.offline.config import OfflineSettings, first_changed_key
@@ -60,8 +61,9 @@ def run_pipeline(name: str, settings: OfflineSettings, url: str = "") -> Offline
         url: of the broker, for a served teacher.
 
     Raises:
-        UserError: if the settings differ from those of the run's start, there is no such model, a
-            row is malformed, the loss is not finite, or another process trains the run.
+        UserError: if the settings or the data differ from those of the run's start, there is no
+            such model, a row is malformed, the loss is not finite, or another process trains the
+            run.
     """
     folder = run_folder(settings.run)
     with _lock_folder(folder, str(settings.run.name)):
@@ -92,6 +94,8 @@ def _train_run(name: str, settings: OfflineSettings, folder: Path, url: str) -> 
         )
     _remove_unstarted_files(folder)
     checkpoint.remove_partial(folder / "checkpoints")
+    datasets = describe_sources(settings.data.sources())
+    check_sources(folder, str(settings.run.name), datasets)
     first_path = base_model(settings.model, folder, log.info)
     model_path = first_path if newest is None else str(newest.path)
     tokenizer = Tokenizer.of_run(first_path, settings.model)
@@ -102,6 +106,7 @@ def _train_run(name: str, settings: OfflineSettings, folder: Path, url: str) -> 
     # Only now that the input is valid: from here on the settings must not change.
     config = settings.to_plain()
     write_config(folder, config)
+    note_datasets(folder, datasets)
     note_start(folder, config, EPOCH, settings.data.digests(), first_path)
     try:
         if newest is not None:

@@ -20,6 +20,7 @@ from broker.contract.wire import ACTOR
 from broker.system.private_files import open_private, replace, sync
 from learner.algorithm.episodes import episode_rewards, final_trajectories
 from learner.credit.ledger import Ledger, is_zero_variance
+from learner.credit.task_pool import rates_of
 
 QUANTILES: Final = {
     "min": 0.0,
@@ -184,6 +185,24 @@ def count_tickets(ledger: Ledger) -> dict[str, float]:
     values["off_policy/dropped"] = float(counts["dropped"])
     values["off_policy/in_flight"] = float(len(ledger.waiting_for))
     values["off_policy/in_queue"] = float(len(ledger.arrived))
+    return values
+
+
+def curriculum_metrics(ledger: Ledger) -> dict[str, float]:
+    """Return ``curriculum/*``: what is known of the pass rates of each domain's tasks."""
+    values: dict[str, float] = {}
+    for name, pool in ledger.state.pools.items():
+        tasks = ledger.rules.domain(name).tasks
+        if tasks is None or tasks.curriculum is None:
+            continue
+        stage = tasks.curriculum.stage(ledger.state.version)
+        rates = rates_of(pool.levels)
+        measured = rates[~np.isnan(rates)]
+        values[f"curriculum/{name}/measured"] = len(measured) / len(rates)
+        if len(measured):
+            in_band = (measured >= stage.low) & (measured <= stage.high)
+            values[f"curriculum/{name}/in_band"] = float(in_band.mean())
+            values[f"curriculum/{name}/pass_rate"] = float(measured.mean())
     return values
 
 

@@ -25,6 +25,7 @@ from learner.reporting.fleet_figures import NAMES, fleet_figures
 from learner.reporting.metrics import (
     MetricsFile,
     count_tickets,
+    curriculum_metrics,
     evaluations_since,
     finite_values,
     values_by_step,
@@ -91,7 +92,8 @@ class MetricsWriter:
             fleet |= fleet_figures(role, present)
             hosts |= {process.host for process in present}
         fleet |= {"fleet/hosts": float(len(hosts))} | self._processor_use.figures()
-        return head | finite_values(values) | count_tickets(self._ledger) | fleet | self._depths
+        tickets = count_tickets(self._ledger) | curriculum_metrics(self._ledger)
+        return head | finite_values(values) | tickets | fleet | self._depths
 
     def evaluations_since(self, step: int) -> set[tuple[str, int]]:
         """Return (policy, step) of the evaluations in lines of this step or later; reads a file."""

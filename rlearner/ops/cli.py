@@ -54,6 +54,14 @@ def add_parsers(subparsers: Any) -> None:
     replay.add_argument("--out", metavar="FOLDER", help=text)
     text = "train on the same data with other settings, for example train.lr=1e-5"
     replay.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=text)
+    text = "score the archived groups of a run (samples.keep) with changed rewards; changes nothing"
+    rescore = _add_run_command(subparsers, "rescore", text, "rescoring:rescore_run", broker=False)
+    text = "write old and new rewards there (RUN-rescored-N.jsonl next to the run's folder)"
+    rescore.add_argument("--out", metavar="FILE", help=text)
+    text = "processes that score (%(default)s)"
+    rescore.add_argument("--workers", type=count, default=2, metavar="N", help=text)
+    text = "reward.NAME.ARG=VALUE, reward.NAME.weight=VALUE, or domains.NAME.rewards=[...]"
+    rescore.add_argument("overrides", nargs="+", metavar="key=value", help=text)
     text = "write the model of a checkpoint as Hugging Face safetensors, without loading it whole"
     export = _add_run_command(subparsers, "export", text, "exporting:export_run", broker=False)
     export.add_argument(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -50,6 +50,22 @@ class QuestionEnvironment(Environment):
     @classmethod
     def num_tasks(cls, args: Any, split: Split) -> int | None:
         return QuestionAnswer.num_tasks(_question_args(args), split)
+
+    @classmethod
+    def is_mixed(cls, args: Any) -> bool:
+        return QuestionAnswer.is_mixed(_question_args(args))
+
+    @classmethod
+    def task_parts(cls, args: Any) -> Sequence[tuple[int, float]]:
+        return QuestionAnswer.task_parts(_question_args(args))
+
+    @classmethod
+    def task_keys(cls, args: Any) -> list[bytes] | None:
+        return QuestionAnswer.task_keys(_question_args(args))
+
+    @classmethod
+    def row_digests(cls, args: Any) -> dict[str, list[bytes]]:
+        return QuestionAnswer.row_digests(_question_args(args))
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
         """Show the question; the seed has no effect, see ``qa``."""

@@ -6,20 +6,21 @@ set or split, or from a share at the end of the first that training never sees.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, PositiveInt
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
 from broker.errors import ConfigError
 from broker.settings.config import DataPath, Harmless, Section
 from envhub.envs.base import Environment, History, Observation, Split, StepResult
 from envhub.envs.text.rows import QuestionColumns, QuestionRow, RowCounts, load_questions
+from envhub.envs.text.training_rows import CleaningRule, Rows, TrainingRows, clean_rows
 from rlearner_text.rows.sources import DataSource
 
 SLOT = "{question}"
@@ -27,8 +28,27 @@ SLOT = "{question}"
 
 HARMLESS: Final = (
     "question", "answer", "answer_after", "template", "eval_share", "shuffle_seed",
-    "subset", "split", "eval_split", "max_rows",
+    "subset", "split", "eval_split", "max_rows", "files", "deduplicate", "decontaminate",
+    "overlap_words",
 )  # fmt: skip
+
+
+def _check_name(value: str) -> str:
+    path = PurePath(value)
+    if not path.parts or path.is_absolute() or ".." in path.parts:
+        raise ValueError("expected the name of a file below path")
+    return value
+
+
+class FileShare(Section):
+    """A file of a mixed data set."""
+
+    harmless = ("file", "weight")
+
+    # its name within the folder
+    file: Annotated[str, AfterValidator(_check_name)]
+    # share of the tickets, in any unit
+    weight: PositiveFloat = 1.0
 
 
 class QuestionAnswerArgs(Section):
@@ -42,6 +62,15 @@ class QuestionAnswerArgs(Section):
     subset: str | None = None  # of a data set that has several
     split: str | None = None  # null if the data set has one
     max_rows: PositiveInt | None = None  # at most this many, the first ones
+    # files of the folder that path names, with their shares of the tickets; empty: all rows alike
+    files: tuple[FileShare, ...] = ()
+    deduplicate: bool = False  # leave out questions that an earlier row has in the same words
+    # leave out training questions that stand in the rows for evaluation, or in eval_sets
+    decontaminate: bool = False
+    # further evaluation sets, a file or a folder of files with the same column
+    eval_sets: DataPath | None = None
+    # words in a row that a question has in common with one of an evaluation set to be left out
+    overlap_words: Annotated[int, Field(ge=3)] = 13
     # column with a text, or with messages that end with the user's; dots lead into nested columns
     question: str = "question"
     answer: str = "answer"  # column, for example reward_model.ground_truth; empty: there is none
@@ -71,22 +100,35 @@ class QuestionAnswer(Environment):
             raise ConfigError("template", args.template, f"a text with {SLOT} in it")
         # the files may have changed since the last check
         load_questions.cache_clear()
-        _split_rows.cache_clear()
-        if not _split_rows(args, "train"):
-            raise ConfigError(
-                "eval_share", args.eval_share, "a smaller share: it leaves no row for training"
-            )
+        _training_rows.cache_clear()
+        _all_training_rows.cache_clear()
+        _evaluation_rows.cache_clear()
+        _check_files(args)
+        if args.eval_sets is not None and not args.decontaminate:
+            raise ConfigError("eval_sets", args.eval_sets, "null without decontaminate")
         if has_eval_rows(args):
             try:
                 _split_rows(args, "eval")
             except ConfigError as error:
                 key = f"eval_{error.key}" if error.key in ("path", "split") else error.key
                 raise ConfigError(key, error.value, error.allowed) from None
+        if not _split_rows(args, "train"):
+            if args.deduplicate or args.decontaminate:
+                allowed = "other rows: all of them are left out"
+                raise ConfigError("decontaminate", args.decontaminate, allowed)
+            raise ConfigError(
+                "eval_share", args.eval_share, "a smaller share: it leaves no row for training"
+            )
+        for share, part in zip(args.files, _training_rows(args).parts, strict=False):
+            if not part:
+                allowed = f"files with rows: {share.file} has none left for training"
+                raise ConfigError("files", [share.file for share in args.files], allowed)
 
     @classmethod
     def data_files(cls, args: QuestionAnswerArgs) -> list[str]:
         # The commit in a name on the hub is the digest of its files.
-        paths = dict.fromkeys(source.path for source in _sources(args) if source.kind != "hub")
+        sources = [*_sources(args), *_further_sets(args)]
+        paths = dict.fromkeys(source.path for source in sources if source.kind != "hub")
         return list(paths)
 
     @classmethod
@@ -118,11 +160,36 @@ class QuestionAnswer(Environment):
             num_long = sum(is_long(args.template.replace(SLOT, row.question)) for row in rows)
             if num_long or counts.num_duplicates or counts.num_empty:
                 parts.append(f"{source.path}: {counts}, {num_long} too long")
+        if text := str(_training_rows(args)):
+            parts.append(f"training: {len(_split_rows(args, 'train'))} rows, {text}")
         return "; ".join(parts)
 
     @classmethod
     def num_tasks(cls, args: QuestionAnswerArgs, split: Split) -> int | None:
         return len(_split_rows(args, split))
+
+    @classmethod
+    def is_mixed(cls, args: QuestionAnswerArgs) -> bool:
+        return bool(args.files)
+
+    @classmethod
+    def task_parts(cls, args: QuestionAnswerArgs) -> Sequence[tuple[int, float]]:
+        parts = _training_rows(args).parts
+        return [(len(part), share.weight) for share, part in zip(args.files, parts, strict=False)]
+
+    @classmethod
+    def task_keys(cls, args: QuestionAnswerArgs) -> list[bytes] | None:
+        rows = _split_rows(args, "train")
+        return [rows[_training_place(args, task)].key for task in range(len(rows))]
+
+    @classmethod
+    def row_digests(cls, args: QuestionAnswerArgs) -> dict[str, list[bytes]]:
+        digests: dict[str, list[bytes]] = {}
+        for source in _sources(args):
+            if source.kind != "hub":
+                rows = _load_rows(args, source)[0]
+                digests.setdefault(source.path, []).extend(row.key for row in rows)
+        return digests
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
@@ -132,12 +199,15 @@ class QuestionAnswer(Environment):
         return {"path": str(file), "eval_share": 0.2}
 
     def reset(self, task_index: int, split: Split, seed: int) -> Observation:
-        """Show the question; not the seed but ``shuffle_seed`` orders the rows of an epoch."""
+        """Show the question; not the seed but ``shuffle_seed`` orders the rows of an epoch.
+
+        With ``files`` the learner orders them.
+        """
         rows = _split_rows(self.args, split)
-        epoch, position = divmod(task_index, len(rows))
         if split == "train":
-            position = int(_epoch_order(len(rows), self.args.shuffle_seed, epoch)[position])
-        row = rows[position]
+            row = rows[_training_place(self.args, task_index)]
+        else:
+            row = rows[task_index % len(rows)]
         self.prompt = row.question
         self.reference = row.answer
         self.row = msgspec.json.decode(row.columns)
@@ -160,8 +230,11 @@ def has_eval_rows(args: QuestionAnswerArgs) -> bool:
 
 
 def _sources(args: QuestionAnswerArgs) -> list[DataSource]:
-    """Return the data set to train on, and the one for evaluation if there is one."""
-    sources = [DataSource(args.path, args.subset or "", args.split or "", args.max_rows)]
+    """Return the data sets to train on, and the one for evaluation if there is one."""
+    paths = [str(Path(args.path, share.file)) for share in args.files] or [args.path]
+    sources = [
+        DataSource(path, args.subset or "", args.split or "", args.max_rows) for path in paths
+    ]
     if has_eval_rows(args):
         path = args.eval_path or args.path
         split = args.eval_split or ""
@@ -175,15 +248,71 @@ def _load_rows(
     return load_questions(source, QuestionColumns(args.question, args.answer, args.answer_after))
 
 
+def _further_rows(args: QuestionAnswerArgs) -> list[QuestionRow]:
+    columns = QuestionColumns(args.question, "")
+    try:
+        return [row for source in _further_sets(args) for row in load_questions(source, columns)[0]]
+    except ConfigError as error:
+        raise ConfigError("eval_sets", error.value, error.allowed) from None
+
+
+def _further_sets(args: QuestionAnswerArgs) -> list[DataSource]:
+    return [] if args.eval_sets is None else [DataSource(args.eval_sets)]
+
+
+def _check_files(args: QuestionAnswerArgs) -> None:
+    names = [share.file for share in args.files]
+    if names and not Path(args.path).is_dir():
+        raise ConfigError("files", names, f"[]: path {args.path} is not a folder")
+    if len(set(names)) < len(names):
+        raise ConfigError("files", names, f"files below {args.path}, each once")
+
+
+def _split_rows(args: QuestionAnswerArgs, split: Split) -> Rows:
+    return _evaluation_rows(args) if split == "eval" else _all_training_rows(args)
+
+
 @lru_cache(maxsize=32)
-def _split_rows(args: QuestionAnswerArgs, split: Split) -> tuple[QuestionRow, ...]:
-    sources = _sources(args)
-    rows, _ = _load_rows(args, sources[-1] if split == "eval" else sources[0])
+def _evaluation_rows(args: QuestionAnswerArgs) -> Rows:
     if has_eval_rows(args):
-        return rows
-    num_held_out = max(round(len(rows) * args.eval_share), int(args.eval_share > 0))
-    num_training = len(rows) - num_held_out
-    return rows[num_training:] if split == "eval" else rows[:num_training]
+        return _load_rows(args, _sources(args)[-1])[0]
+    parts = [_load_rows(args, source)[0] for source in _sources(args)]
+    return tuple(row for rows in parts for row in rows[len(rows) - _num_held_out(args, rows) :])
+
+
+@lru_cache(maxsize=32)
+def _training_rows(args: QuestionAnswerArgs) -> TrainingRows:
+    if has_eval_rows(args):
+        parts = [_load_rows(args, source)[0] for source in _sources(args)[:-1]]
+    else:
+        parts = [_load_rows(args, source)[0] for source in _sources(args)]
+        parts = [rows[: len(rows) - _num_held_out(args, rows)] for rows in parts]
+    if not (args.deduplicate or args.decontaminate):
+        return TrainingRows(tuple(parts))
+    evaluation_rows: list[QuestionRow] = []
+    if args.decontaminate:
+        evaluation_rows += _evaluation_rows(args)
+        evaluation_rows += _further_rows(args)
+    rule = CleaningRule(args.deduplicate, args.decontaminate, args.overlap_words)
+    return clean_rows(parts, evaluation_rows, rule)
+
+
+@lru_cache(maxsize=32)
+def _all_training_rows(args: QuestionAnswerArgs) -> Rows:
+    return _training_rows(args).rows
+
+
+def _num_held_out(args: QuestionAnswerArgs, rows: Rows) -> int:
+    return max(round(len(rows) * args.eval_share), int(args.eval_share > 0))
+
+
+def _training_place(args: QuestionAnswerArgs, task_index: int) -> int:
+    """Return the row of a training task."""
+    num_rows = len(_split_rows(args, "train"))
+    epoch, position = divmod(task_index, num_rows)
+    if args.files:
+        return position
+    return int(_epoch_order(num_rows, args.shuffle_seed, epoch)[position])
 
 
 @lru_cache(maxsize=4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -19,6 +19,9 @@ from rlearner_text.rows.sources import DataSource
 
 log = logging.getLogger(__name__)
 
+# Of a row's digest, which identifies a task.
+KEY_BYTES: Final = 8
+
 
 @dataclass(frozen=True)
 class QuestionRow:
@@ -29,12 +32,14 @@ class QuestionRow:
         answer: the reference, empty if the data set has none.
         history: what precedes the question.
         columns: those of the row that a sample can have, as JSON; null where only others have them.
+        key: 8 bytes that equal rows share.
     """
 
     question: str
     answer: str
     history: History = ()
     columns: bytes = b"{}"
+    key: bytes = b""
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ class RowCounts:
 
 
 # a hub has hundreds of environments with the same file
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def load_questions(
     source: DataSource, columns: QuestionColumns
 ) -> tuple[tuple[QuestionRow, ...], RowCounts]:
@@ -89,6 +94,8 @@ def load_questions(
         counts.num_duplicates += digest in digests
         digests.add(digest)
         row = _read_row(source.path, line, record, columns, absent=absent)
+        if row is not None:
+            row = replace(row, key=digest[:KEY_BYTES])
         counts.num_empty += row is None
         names |= dict.fromkeys(record)
         rows += [(row, record)] if row is not None else []
