@@ -17,7 +17,7 @@ from learner.algorithm.assembly import waits_for_batch
 from learner.algorithm.losses import LOSSES
 from learner.algorithm.traits import EstimatorTraits, estimator_traits, loss_traits
 from learner.backends.section_checks import check_values
-from learner.config import AlgorithmSection, RewardNormalization
+from learner.config import AlgorithmSection, RewardNormalization, kl_in_reward
 
 
 def check_algorithm(settings: RunSettings) -> None:
@@ -31,6 +31,7 @@ def check_algorithm(settings: RunSettings) -> None:
     _check_values(algorithm)
     traits = estimator_traits(resolve("advantages", algorithm.adv_estimator, ADVANTAGES))
     _check_critic(algorithm, traits)
+    _check_parts(algorithm, traits)
     _check_streaming(settings.train.streaming, algorithm, traits)
     _check_correction(algorithm)
     for name, domain in settings.domains.items():
@@ -103,6 +104,38 @@ def _check_critic(algorithm: AlgorithmSection, traits: EstimatorTraits | None) -
             f"false with algorithm.adv_estimator {estimator}; only {supporting} reads a critic"
         )
     raise ConfigError("algorithm.critic.enabled", enabled, allowed)
+
+
+def _check_parts(algorithm: AlgorithmSection, traits: EstimatorTraits | None) -> None:
+    """Check what only applies to rewards one by one, or only to their sum."""
+    estimator = algorithm.adv_estimator
+    if traits is None:
+        return
+    if not traits.reads_parts:
+        if algorithm.gdpo_weights is not None:
+            supporting = ", ".join(estimators_with("reads_parts"))
+            allowed = f"null with algorithm.adv_estimator {estimator}; only {supporting} reads it"
+            raise ConfigError("algorithm.gdpo_weights", algorithm.gdpo_weights, allowed)
+        return
+    if algorithm.gdpo_weights is not None and not any(algorithm.gdpo_weights.values()):
+        allowed = "null, or a weight other than 0 for some reward"
+        raise ConfigError("algorithm.gdpo_weights", algorithm.gdpo_weights, allowed)
+    changed = {
+        "reward_normalization": algorithm.reward_normalization != RewardNormalization(),
+        "reward_clip": algorithm.reward_clip is not None,
+        "format_penalty": algorithm.format_penalty > 0,
+        "overlong_buffer": algorithm.overlong_buffer > 0,
+        "kl_placement": kl_in_reward(algorithm),
+    }
+    for name, is_set in changed.items():
+        if is_set:
+            value = getattr(algorithm, name)
+            shown = value.model_dump() if isinstance(value, RewardNormalization) else value
+            allowed = (
+                f"the default with algorithm.adv_estimator {estimator}, which compares the rewards "
+                "one by one, not their sum"
+            )
+            raise ConfigError(f"algorithm.{name}", shown, allowed)
 
 
 def _check_streaming(

@@ -34,7 +34,7 @@ from broker.system.private_files import private_write
 EPOCH: Final = "epoch"
 # Folder of the private broker of `rlearner up`.
 STORE: Final = "broker"
-# held by `rlearner sft`, `dpo` and `distill`
+# held by `rlearner sft`, `dpo`, `distill` and `rm`
 OFFLINE_LOCK: Final = "lock"
 # start of the reason if there is a learner, but no run yet
 STARTING: Final = "the learner is starting"

@@ -14,6 +14,7 @@ from broker.settings.schema.hubs import RewardhubSection
 from rewardhub.rewards.caller import is_callers
 
 __all__ = [
+    "ENV",
     "RewardhubSection",
     "all_pools",
     "check",
@@ -25,6 +26,8 @@ __all__ = [
 
 # Rewards whose ``cpu_s`` bounds a call in their own process.
 BOUNDED_REWARDS: Final = ("math_answer", "verifier", "format", "instruction_following")
+# The environment's part of a trajectory's reward.
+ENV: Final = "env"
 
 
 def check(settings: RunSettings) -> None:
@@ -36,6 +39,7 @@ def check(settings: RunSettings) -> None:
     """
     from rewardhub.rewards import loading
 
+    _check_weights(settings)
     waits_s = settings.rewardhub.timeout_s
     for name, domain in settings.domains.items():
         for index, reward in enumerate(domain.rewards):
@@ -61,6 +65,26 @@ def check(settings: RunSettings) -> None:
                     f"below rewardhub.timeout_s ({waits_s:g}), because the hub treats a "
                     "late score as a failure",
                 )
+
+
+def _check_weights(settings: RunSettings) -> None:
+    """Check that ``algorithm.gdpo_weights`` names rewards, some of every domain."""
+    weights = settings.algorithm.gdpo_weights
+    if weights is None:
+        return
+    labels = {
+        name: [ENV, *reward_labels(domain.rewards)]
+        for name, domain in settings.trained_domains.items()
+    }
+    known = dict.fromkeys(label for names in labels.values() for label in names)
+    for key in weights:
+        if key.partition("/")[0] not in known:
+            allowed = f"the rewards of this run are {', '.join(known)}"
+            raise ConfigError(f"algorithm.gdpo_weights.{key}", weights[key], allowed)
+    for name, own in labels.items():
+        if not any(key.partition("/")[0] in own for key in weights):
+            allowed = f"also a reward of domain {name}: {', '.join(own)}"
+            raise ConfigError("algorithm.gdpo_weights", weights, allowed)
 
 
 def longest_scoring_s(settings: RunSettings) -> dict[str, float]:

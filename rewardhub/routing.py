@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Final
 
 import msgspec
 
@@ -19,12 +18,9 @@ from broker.contract import wire
 from broker.contract.streams import EPISODES, MAX_DELIVERIES, Stream
 from broker.jetstream.ticket_results import result_log
 from broker.settings.config import DomainSection, RewardConfig
-from rewardhub.config import reward_labels
+from rewardhub.config import ENV, reward_labels
 from rewardhub.rewards.base import Scored, Value, total_value
 from rewardhub.turn_scores import add_turn_scores, with_rewards
-
-# The environment's part of a trajectory's reward.
-ENV: Final = "env"
 
 
 @dataclass(frozen=True)

@@ -59,6 +59,9 @@ EXAMPLES: Final = {
     "rlearner distill": [
         "rlearner distill configs/distill.yaml model.path=Qwen/Qwen3-0.6B data.train=prompts.jsonl"
     ],
+    "rlearner rm": [
+        "rlearner rm configs/rm.yaml model.path=Qwen/Qwen3-0.6B data.train=pairs.jsonl"
+    ],
     "rlearner eval": [
         "rlearner eval runs/quick/checkpoints/step-000040 configs/quickstart.yaml eval.tasks=512"
     ],

@@ -1,4 +1,4 @@
-"""The commands ``rlearner sft``, ``dpo`` and ``distill``: offline training from a configuration."""
+"""The commands ``rlearner sft``, ``dpo``, ``distill`` and ``rm``: offline training."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ HELP: Final = {
     "sft": "fine-tune a model on conversations",
     "dpo": "train a model on pairs of a chosen and a rejected answer",
     "distill": "train a model to match the token distributions of a teacher",
+    "rm": "train a reward model on pairs of a chosen and a rejected answer",
 }
 
 
 def add_parsers(subparsers: Any) -> None:
-    """Add ``sft``, ``dpo`` and ``distill``."""
+    """Add ``sft``, ``dpo``, ``distill`` and ``rm``."""
     for name, text in HELP.items():
         parser = subparsers.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
         add_config(parser, file=name, setting="train.lr=1e-5")

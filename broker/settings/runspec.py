@@ -84,6 +84,7 @@ SECTIONS: Final[dict[str, str]] = name_sections(section_types())
 OFFLINE: Final[dict[str, str]] = {
     "dpo": "rlearner dpo",
     "distill": "rlearner distill",
+    "rm": "rlearner rm",
     "data": "rlearner sft",
 }
 

@@ -130,6 +130,7 @@ class SampleAssembler:
                 base.token_rewards(trajectory) - penalties,
                 _as_float64(sample_scores.values),
                 self._is_trained(trajectory),
+                parts=trajectory.reward_parts,
             )
             for (group, trajectory), sample_scores, penalties in zip(pairs, scores, kl, strict=True)
         ]

@@ -21,6 +21,8 @@ class EstimatorTraits:
     counts_episodes: bool = False
     compares_steps: bool = False  # compares single steps, so episodes need several, each a sample
     greedy_baseline: bool = False  # takes the group's greedy episode as the baseline of all others
+    # reads `BatchRow.parts`, not the total, which shaping and the KL penalty change
+    reads_parts: bool = False
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from broker.weights.plan import LayoutPlan
 from learner.backends.context import RunContext
 from learner.backends.models.fake_quantization import quantized_as_sent
 from learner.backends.models.model_set import ModelSet
-from learner.backends.models.policy import pick_device
+from learner.backends.models.policy import PolicyModel, pick_device
 from learner.backends.offload import device_tensors
 from learner.backends.optimizer import UPDATES, MasterOptimizer, shapes_below
 from learner.backends.parts.names import CRITIC, KL_COEF, OPTIMIZER, RNG, VERSION
@@ -322,10 +322,16 @@ def _rng_name(device: str, rank: int) -> str:
     return f"{RNG}{device}.{rank}"
 
 
-def build_worker(context: RunContext, ranks: RankGroup) -> RankWorker:
-    """Build a worker whose rank holds the whole model."""
+def build_worker(
+    context: RunContext, ranks: RankGroup, *, kind: type[PolicyModel] = PolicyModel
+) -> RankWorker:
+    """Build a worker whose rank holds the whole model.
+
+    Args:
+        kind: of the policy.
+    """
     device = prepare_process(context)
-    models = ModelSet(context, device, ranks.rank)
+    models = ModelSet(context, device, ranks.rank, kind=kind)
     ranks.join(device)
     optimizer = MasterOptimizer(models.trained_parameters(), context.train)
     passes = ModelPasses(context, models, optimizer, device, rank=ranks.rank)

@@ -8,8 +8,10 @@ PIPELINES: Final[dict[str, str]] = {
     "sft": "learner.offline.supervised:SupervisedPipeline",
     "dpo": "learner.offline.preference:PreferencePipeline",
     "distill": "learner.offline.distillation:DistillationPipeline",
+    "rm": "learner.offline.reward_model:RewardModelPipeline",
 }
 PREFERENCES: Final[dict[str, str]] = {
     "dpo": "learner.algorithm.losses.dpo:dpo",
     "ipo": "learner.algorithm.losses.ipo:ipo",
+    "outcome": "learner.algorithm.losses.outcome:outcome",
 }

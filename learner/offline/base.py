@@ -27,6 +27,8 @@ log = logging.getLogger(__name__)
 
 # In the run's folder: logprobs under a frozen reference.
 REFERENCE: Final = "reference.safetensors"
+# In the run's folder: the classifier that a reward model starts from.
+CLASSIFIER_FOLDER: Final = "classifier"
 # Tokens of a model that names no limit.
 _UNLIMITED: Final = 1 << 20
 

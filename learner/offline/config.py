@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from broker.errors import ConfigError, UserError
 from broker.settings import runspec
@@ -47,7 +48,7 @@ class DataSection(Section):
     columns: dict[str, str] | None = None
     # of the rows of ``train``, taken from its end
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
-    # longer rows are cut (sft, distill) or omitted (dpo); null: the model's
+    # longer rows are cut (sft, distill) or omitted (dpo, rm); null: the model's
     max_tokens: PositiveInt | None = None
 
     def training_source(self) -> DataSource:
@@ -97,9 +98,16 @@ class HeldOutSection(Section):
 class DpoSection(Section):
     """Preference loss and its reference."""
 
-    loss: str = "dpo"  # dpo, ipo, or a path to your function
+    loss: str = "dpo"  # dpo, ipo, outcome, or a path to your function
     beta: PositiveFloat = 0.1  # smaller: further from the reference; in ipo the paper's tau
     reference: str | None = None  # folder or hub name; null: the model that training starts from
+
+
+class RewardModelSection(Section):
+    """Loss of a reward model."""
+
+    # weight of the squared sum of both scores of a pair, which draws scores to 0; 0 is off
+    center: NonNegativeFloat = 0.0
 
 
 class DistillSection(Section):
@@ -133,6 +141,12 @@ class DpoSettings(OfflineSettings):
     dpo: DpoSection = DpoSection()
 
 
+class RewardModelSettings(OfflineSettings):
+    """The settings of ``rlearner rm``."""
+
+    rm: RewardModelSection = RewardModelSection()
+
+
 class DistillSettings(OfflineSettings):
     """The settings of ``rlearner distill``."""
 
@@ -145,6 +159,7 @@ SETTINGS: Final[dict[str, type[OfflineSettings]]] = {
     "sft": OfflineSettings,
     "dpo": DpoSettings,
     "distill": DistillSettings,
+    "rm": RewardModelSettings,
 }
 SECTIONS: Final[dict[str, dict[str, str]]] = {
     pipeline: runspec.name_sections(
@@ -212,6 +227,8 @@ def validate_config(pipeline: str, config: UserSettings) -> OfflineSettings:
         check_name("dpo.loss", "preferences", settings.dpo.loss, PREFERENCES)
     if isinstance(settings, DistillSettings):
         _check_distill(settings.distill, train)
+    if isinstance(settings, RewardModelSettings):
+        _check_reward_model(model, train)
     return settings
 
 
@@ -228,6 +245,21 @@ def _check_distill(distill: DistillSection, train: OfflineTrainSection) -> None:
             train.backend,
             "torch: distillation needs the student's logits",
         )
+
+
+def _check_reward_model(model: ModelSection, train: OfflineTrainSection) -> None:
+    """Check what a classifier needs, as far as known before its model is loaded."""
+    from learner.backends.models.auto_classes import classifier_problem
+    from rlearner_text.hub import is_local, read_json
+
+    if train.backend != "torch":
+        allowed = "torch: no other backend trains a classifier"
+        raise ConfigError("train.backend", train.backend, allowed)
+    if model.path is None or not is_local(model.path):
+        return
+    config = read_json(Path(model.path).expanduser() / "config.json", model.path, "model.path")
+    if problem := classifier_problem(config):
+        raise ConfigError("model.path", model.path, problem)
 
 
 def backend_train(train: OfflineTrainSection) -> TrainSection:

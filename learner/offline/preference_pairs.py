@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Final
 
 from broker.errors import ConfigError, DataError
 from learner.offline.data import SupervisedDialogue, TokenizedExample, join_dialogue, rename_columns
@@ -16,6 +17,8 @@ from rlearner_text.rows.reading import read_rows
 from rlearner_text.rows.sources import DataSource
 from rlearner_text.tokenizer import Tokenizer
 
+EQUAL: Final = "chosen and rejected are the same in the model's chat template"
+
 
 @dataclass(frozen=True)
 class PreferencePair:
@@ -25,6 +28,10 @@ class PreferencePair:
     rejected: TokenizedExample
 
 
+# Returns the tokens of a conversation.
+Encode = Callable[[SupervisedDialogue, Tokenizer], TokenizedExample]
+
+
 def load_pairs(
     source: DataSource | str | Path,
     tokenizer: Tokenizer,
@@ -32,6 +39,7 @@ def load_pairs(
     key: str = "data",
     *,
     columns: Mapping[str, str] | None = None,
+    encode: Encode = SupervisedDialogue.encode,
 ) -> tuple[list[PreferencePair], int]:
     """Return the pairs of a data set, and how many are omitted as longer than ``max_tokens``.
 
@@ -43,10 +51,12 @@ def load_pairs(
 
     Args:
         columns: our names of columns to those of the data set, where they differ.
+        encode: makes the tokens; may raise ConfigError for what the chat template rejects.
 
     Raises:
         ConfigError: if the data set cannot be read, or there is no chat template.
-        DataError: if a row is malformed, or there is no pair to train on.
+        DataError: if a row is malformed, its answers are equal, also in tokens, or there is no
+            pair to train on.
     """
     pairs: list[PreferencePair] = []
     num_long = 0
@@ -63,10 +73,12 @@ def load_pairs(
             unusable.omit(EMPTY)
             continue
         try:
-            pair = PreferencePair(*(dialogue.encode(tokenizer) for dialogue in dialogues))
+            pair = PreferencePair(*(encode(dialogue, tokenizer) for dialogue in dialogues))
         except ConfigError as error:
             unusable.omit(error.allowed)
             continue
+        if pair.chosen.token_ids == pair.rejected.token_ids:
+            raise DataError(unusable.path, line, EQUAL)
         if max(len(pair.chosen.token_ids), len(pair.rejected.token_ids)) <= max_tokens:
             pairs.append(pair)
         else:

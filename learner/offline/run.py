@@ -25,7 +25,13 @@ from broker.system.private_files import private_folder
 from learner.checkpoints import checkpoint
 from learner.credit.dataset_record import check_sources, describe_sources, note_datasets
 from learner.offline import PIPELINES
-from learner.offline.base import REFERENCE, OfflineJob, OfflinePipeline, check_finite
+from learner.offline.base import (
+    CLASSIFIER_FOLDER,
+    REFERENCE,
+    OfflineJob,
+    OfflinePipeline,
+    check_finite,
+)
 from learner.offline.config import OfflineSettings, first_changed_key
 from learner.offline.data import shuffled_batches
 from learner.offline.progress import Show, show_progress
@@ -141,7 +147,8 @@ def _refuse_other_settings(folder: Path, settings: OfflineSettings) -> None:
 def _remove_unstarted_files(folder: Path) -> None:
     """Remove files of a start that refused its input: the next one may have other settings."""
     if not (folder / "config.yaml").exists():
-        shutil.rmtree(folder / "model", ignore_errors=True)
+        for name in ("model", CLASSIFIER_FOLDER):
+            shutil.rmtree(folder / name, ignore_errors=True)
         (folder / REFERENCE).unlink(missing_ok=True)
 
 

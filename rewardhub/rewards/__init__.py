@@ -17,4 +17,6 @@ REWARDS: Final[dict[str, str]] = {
     "format": "rewardhub.rewards.format:FormatReward",
     "judge": "rewardhub.rewards.judge:JudgeReward",
     "length": "rewardhub.rewards.length:LengthReward",
+    "process_reward": "rewardhub.rewards.models.process_reward:ProcessReward",
+    "implicit_reward": "rewardhub.rewards.models.implicit_reward:ImplicitReward",
 }

@@ -11,7 +11,14 @@ import transformers
 from safetensors import safe_open
 
 from broker.errors import ConfigError
+from rewardhub.rewards.models.model_devices import (
+    choose_device,
+    choose_dtype,
+    keep_softcap,
+    pad_rows,
+)
 from rlearner_text.hub import model_folder, read_json
+from rlearner_text.scored_text import encode_scored, has_chat_template
 from rlearner_text.tokenizer import CHARS_PER_TOKEN, Tokenizer
 
 if TYPE_CHECKING:
@@ -32,21 +39,14 @@ class ScoringModel:
 
     def __init__(self, args: RewardModelArgs) -> None:
         self._args = args
-        self._device = (
-            ("cuda" if torch.cuda.is_available() else "cpu")
-            if args.device == "auto"
-            else args.device
-        )
+        self._device = choose_device(args.device)
         torch.set_num_threads(args.num_threads)
-        name = args.dtype
-        if name == "auto":
-            name = "bfloat16" if self._device.startswith("cuda") else "float32"
-        dtype = getattr(torch, name)
+        dtype = choose_dtype(args.dtype, self._device)
         trusted = args.trust_remote_code
         self._tokenizer = Tokenizer.load(
             args.path, trust_remote_code=args.trust_remote_code, key=_KEY
         )
-        self._converses = _has_chat_template(self._tokenizer)
+        self._converses = has_chat_template(self._tokenizer)
         folder = model_folder(args.path, _KEY, trust_remote_code=trusted)
         config = read_json(Path(folder) / "config.json", args.path, _KEY)
         options = {"dtype": dtype, "trust_remote_code": trusted, "use_safetensors": True}
@@ -69,9 +69,7 @@ class ScoringModel:
             raise ConfigError(
                 _KEY, args.path, f"it cannot be loaded: {' '.join(str(error).split())[:300]}"
             ) from None
-        if getattr(self._model.config.get_text_config(), "attn_logit_softcapping", None):
-            # transformers' SDPA drops the cap without a word
-            self._model.set_attn_implementation("eager")
+        keep_softcap(self._model)
         self._check_label()
         self._model.to(self._device).eval()
 
@@ -92,8 +90,6 @@ class ScoringModel:
         if is_cut:
             response = response[-most:]
             prompt = prompt[len(prompt) - (most - len(response)) :]
-        prompt = self._tokenizer.shield(prompt)
-        response = self._tokenizer.shield(response)
         if self._converses:
             system = (
                 [{"role": "system", "content": args.system_prompt}] if args.system_prompt else []
@@ -103,23 +99,21 @@ class ScoringModel:
                 {"role": "user", "content": prompt},
                 {"role": "assistant", "content": response},
             ]
-            ids = self._tokenizer.encode_chat(chat, add_generation_prompt=False)
+            ids = encode_scored(self._tokenizer, chat)
         else:
             text_before, _, text_after = args.template.partition("{response}")
             ids = self._tokenizer.encode(
-                text_before.replace("{prompt}", prompt) + response + text_after
+                text_before.replace("{prompt}", self._tokenizer.shield(prompt))
+                + self._tokenizer.shield(response)
+                + text_after
             )
         return ids[-args.max_length :], is_cut or len(ids) > args.max_length
 
     @torch.inference_mode()
     def outputs(self, batch: Sequence[Sequence[int]]) -> list[float]:
         """Return one number for each row of token ids; rows are padded on the right."""
-        longest = max(map(len, batch))
-        ids = torch.tensor(
-            [[*row, *[self._pad] * (longest - len(row))] for row in batch], device=self._device
-        )
-        lengths = torch.tensor([len(row) for row in batch], device=self._device)
-        mask = (torch.arange(longest, device=self._device)[None, :] < lengths[:, None]).long()
+        rows = [list(row) for row in batch]
+        ids, mask, lengths = pad_rows(rows, self._pad, self._device)
         if self._head is None:
             return self._activated(self._model(input_ids=ids, attention_mask=mask).logits.float())
         hidden = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
@@ -133,13 +127,6 @@ class ScoringModel:
             logits = logits.sigmoid()
         values: list[float] = logits[:, self._args.label].tolist()
         return values
-
-
-def _has_chat_template(tokenizer: Tokenizer) -> bool:
-    try:
-        return tokenizer.chat_template is not None
-    except ConfigError:
-        return False
 
 
 def _value_head(path: str, dtype: torch.dtype) -> torch.nn.Linear:

@@ -13,10 +13,11 @@ from learner.offline.config import (
     DataSection,
     DistillSection,
     DpoSection,
+    RewardModelSection,
     pipeline_of,
 )
 
-RunKind = Literal["training", "evaluation", "sft", "dpo", "distill"]
+RunKind = Literal["training", "evaluation", "sft", "dpo", "distill", "rm"]
 
 # Only `rlearner eval` writes it.
 RESULT: Final = "result.json"
@@ -25,6 +26,7 @@ OFFLINE_SECTIONS: Final[dict[str, type[Section]]] = {
     "data": DataSection,
     "dpo": DpoSection,
     "distill": DistillSection,
+    "rm": RewardModelSection,
 }
 
 
@@ -66,7 +68,7 @@ def algorithm_name(run: FolderOfRun) -> str:
             parts = [kind, f"{offline_value(run, kind, 'kl') or 'forward'} KL"]
         case "dpo":
             parts = [kind, offline_value(run, kind, "loss")]
-        case "sft":
+        case "sft" | "rm":
             parts = [kind]
     names = [str(part) for part in dict.fromkeys(parts) if part not in (None, "none")]
     return " with ".join(names)

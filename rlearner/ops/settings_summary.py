@@ -50,7 +50,7 @@ def summarize_run(settings: RunSettings, name: str) -> list[str]:
 
 
 def summarize_offline(settings: OfflineSettings, pipeline: str, name: str) -> list[str]:
-    """Return the lines about an offline training, by ``rlearner sft``, ``dpo`` or ``distill``."""
+    """Return the lines about an offline training, by ``rlearner sft``, ``dpo``, ``rm`` …"""
     train = settings.train
     held_out = settings.data.eval or "a share of the rows"
     entries = {

@@ -37,6 +37,9 @@ SHARES: Final = {"vllm": ("gpu_memory_utilization", 0.9), "sglang": ("mem_fracti
 ITEM_BYTES: Final[Mapping[str | None, int]] = {"float32": 4, "bfloat16": 2, "float16": 2, "fp8": 1}
 # Engines that need no GPU.
 WEIGHTLESS: Final = ("random", "openai")
+# Rewards that load models, and the arguments that name them.
+MODEL_REWARDS: Final = ("reward_model", "process_reward", "implicit_reward")
+MODEL_PATHS: Final = ("path", "reference")
 
 
 @dataclass(frozen=True)
@@ -117,12 +120,12 @@ def read_demands(config: UserSettings, settings: RunSettings, model: ModelFacts)
         passes=algorithm.num_epochs,
     )
     rewards = tuple(
-        (str(reward.args["path"]), str(reward.args.get("dtype", "auto")))
+        (str(reward.args[name]), str(reward.args.get("dtype", "auto")))
         for domain in settings.domains.values()
         for reward in domain.rewards
-        if reward.name == "reward_model"
-        and "path" in reward.args
-        and reward.args.get("device") != "cpu"
+        if reward.name in MODEL_REWARDS and reward.args.get("device") != "cpu"
+        for name in MODEL_PATHS
+        if name in reward.args
     )
     current = ENGINE_DEFAULTS | {
         key: value for key in (*CHOICES, *SIZES) if (value := _value_at(values, key)) is not None

@@ -96,6 +96,8 @@ TAKES_FILES = {
     "games": domain(env="alfworld", env_args={"data": "/home"}),
     "template": {"model": {"chat_template": "/etc/passwd"}},
     "reward-model": reward("reward_model", path="/tmp"),
+    "process-reward-model": reward("process_reward", path="/tmp"),
+    "implicit-reward-model": reward("implicit_reward", path="x/y", reference="/tmp"),
     "vocabulary": {"model": {"tiny": {"vocab": "bpe", "corpus": "/etc/passwd"}}},
 }
 

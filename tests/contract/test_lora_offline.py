@@ -1,4 +1,4 @@
-"""sft and dpo with adapters: they learn, resume with the same bits, and leave a model that
+"""sft, dpo and rm with adapters: they learn, resume with the same bits, and leave a model that
 transformers loads and an adapter for peft.
 """
 
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from rlearner import cli
 from rlearner_text.config import TinyModel
@@ -42,7 +42,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"prompt": prompt, "chosen": RULE[letter], "rejected": WRONG[letter]}
         for letter, prompt in prompts
     ]
-    for name, rows in (("sft", sft), ("dpo", dpo)):
+    for name, rows in (("sft", sft), ("dpo", dpo), ("rm", dpo)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
@@ -72,7 +72,8 @@ def metrics(place: Path, name: str) -> list[dict[str, float]]:
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "name", "least"), [("sft", "train/loss", 0.92), ("dpo", "train/loss", 0.97)]
+    ("pipeline", "name", "least"),
+    [("sft", "train/loss", 0.92), ("dpo", "train/loss", 0.97), ("rm", "train/loss", 0.9)],
 )
 def test_it_learns_and_resumes(place: Path, pipeline: str, name: str, least: float) -> None:
     assert cli.main(words(place, pipeline, f"{pipeline}-whole")) == 0
@@ -92,9 +93,14 @@ def test_it_learns_and_resumes(place: Path, pipeline: str, name: str, least: flo
         "learner/part-00001-of-00001.safetensors",
     ):
         assert (folders[0] / file).read_bytes() == (folders[1] / file).read_bytes()
-    merged = AutoModelForCausalLM.from_pretrained(folders[0])
+    kind = AutoModelForCausalLM
+    base = place / "model"
+    if pipeline == "rm":
+        kind = AutoModelForSequenceClassification
+        base = folders[0].parents[1] / "classifier"
+    merged = kind.from_pretrained(folders[0])
     adapted = peft.PeftModel.from_pretrained(
-        AutoModelForCausalLM.from_pretrained(place / "model"), folders[0] / "adapter"
+        kind.from_pretrained(base), folders[0] / "adapter"
     ).eval()
     ids = torch.arange(24)[None]
     torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)

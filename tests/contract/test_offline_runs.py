@@ -1,4 +1,4 @@
-"""The commands sft, dpo and distill on a tiny model: they learn, survive kill -9 with the same
+"""The commands sft, dpo, distill and rm on a tiny model: they learn, survive kill -9 with the same
 bits, and refuse bad input in a line.
 """
 
@@ -27,7 +27,7 @@ SIZES = TinyModel(
     hidden_size=32, num_layers=1, num_heads=2, num_kv_heads=1, head_dim=16, intermediate_size=64
 )
 RULE = {"a": "U", "b": "D", "c": "L", "d": "R"}
-PIPELINES = ("sft", "dpo", "distill")
+PIPELINES = ("sft", "dpo", "distill", "rm")
 TIMES = ("time", "time/step", "perf/tokens_per_s")
 PATIENCE_S = 250.0
 
@@ -37,7 +37,7 @@ PATIENCE_S = 250.0
 NURSERY = """
 import json, os, pathlib, signal, sys, time
 from rlearner.cli import main
-from learner.offline import distillation, preference, run, supervised
+from learner.offline import distillation, preference, reward_model, run, supervised
 
 place = pathlib.Path(sys.argv[1])
 step = run._Loop._step
@@ -82,7 +82,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"prompt": prompt, "chosen": RULE[letter], "rejected": wrong[letter]}
         for letter, prompt in prompts
     ]
-    for name, rows in (("sft", conversations), ("dpo", pairs), ("distill", conversations)):
+    for name, rows in (
+        ("sft", conversations),
+        ("dpo", pairs),
+        ("distill", conversations),
+        ("rm", pairs),
+    ):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 

@@ -59,6 +59,8 @@ class AlgorithmSection(Section):
     step_advantage_w: NonNegativeFloat = 1.0
     # gigpo: least similarity of observations of one state
     anchor_similarity: Annotated[float, Field(gt=0, le=1)] = 1.0
+    # weight of each reward by its name in reward_parts; others are left out; null: 1 for each
+    gdpo_weights: dict[str, float] | None = None
     reward_normalization: RewardNormalization = RewardNormalization()
     reward_clip: PositiveFloat | None = None  # clips rewards to [-x, x], after normalization
     format_penalty: NonNegativeFloat = 0.0  # subtracted for each turn that parsed to no action

@@ -14,4 +14,5 @@ ADVANTAGES: Final[dict[str, str]] = {
     "reinforce++": "learner.algorithm.advantages.reinforce_plus_plus:estimate",
     "reinforce++_baseline": "learner.algorithm.advantages.reinforce_plus_plus:estimate_baseline",
     "gigpo": "learner.algorithm.advantages.gigpo:estimate",
+    "gdpo": "learner.algorithm.advantages.gdpo:estimate",
 }

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -33,6 +33,8 @@ class BatchRow:
     # (T,) the critic's, of the state in which each token was sampled
     values: FloatArray | None = None
     trained: bool = True  # False: counts in its group's mean, but has no gradient
+    # rewards of the episode by name, before weights and shaping; notes as name/note
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, eq=False)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from broker.errors import ConfigError
 from broker.weights.finite import first_non_finite
+from learner.backends.models.auto_classes import LANGUAGE_MODEL, AutoClass, import_auto_class
 from learner.backends.parts.names import MODEL, STATE_FOLDER
 from learner.backends.parts.part_file import DamagedFileError
 from learner.backends.parts.stored import StoredTensors, weights_in_files
@@ -110,15 +111,20 @@ def refuse_non_finite(
         raise ConfigError("model.path", path, f"a model of finite weights: {problem}")
 
 
-def open_parts(path: str, section: ModelSection) -> EmptyModel | None:
+def open_parts(
+    path: str, section: ModelSection, kind: AutoClass = LANGUAGE_MODEL
+) -> EmptyModel | None:
     """Return the model of a checkpoint whose weights are only in parts, None for other folders.
+
+    Args:
+        kind: class of transformers that loads it.
 
     Raises:
         ConfigError: if its configuration or parts are missing or damaged.
     """
     if (weights := weights_in_parts(path)) is None:
         return None
-    module = build_empty(path, section)
+    module = build_empty(path, section, kind)
     if problem := _layout_difference(module, weights):
         raise ConfigError("model.path", path, f"its parts do not fit its config.json: {problem}")
     return EmptyModel(module, weights, path)
@@ -162,8 +168,11 @@ def open_empty(path: str, section: ModelSection) -> EmptyModel | str:
     return _layout_difference(module, weights) or EmptyModel(module, weights, path)
 
 
-def build_empty(path: str, section: ModelSection) -> Any:
+def build_empty(path: str, section: ModelSection, kind: AutoClass = LANGUAGE_MODEL) -> Any:
     """Build a model in evaluation mode with computed buffers and parameters on the meta device.
+
+    Args:
+        kind: class of transformers that loads it.
 
     Raises:
         ConfigError: if transformers cannot read the configuration.
@@ -171,14 +180,14 @@ def build_empty(path: str, section: ModelSection) -> Any:
     from huggingface_hub.errors import StrictDataclassError
 
     import_transformers()
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, GenerationConfig
 
     folder = model_folder(path, trust_remote_code=section.trust_remote_code)
     trust = {"trust_remote_code": section.trust_remote_code}
     try:
         config = AutoConfig.from_pretrained(folder, **trust)
         with _parameters_on_meta():
-            module = AutoModelForCausalLM.from_config(
+            module = import_auto_class(kind).from_config(
                 config, dtype=getattr(torch, section.dtype), **trust
             )
         if (Path(folder) / "generation_config.json").is_file():

@@ -39,6 +39,8 @@ class LoraAdapters:
         module: a transformers model, which is frozen.
         seed: of the factors A; the factors B start at 0, so the model's results stay the same.
         base: folder or hub name of the frozen weights, for the adapter's configuration.
+        extra_modules: linear layers to adapt besides those that the section names, such as a
+            classifier's head.
 
     Attributes:
         names: Hugging Face's names of the model's tensors by the module's names, without factors.
@@ -49,17 +51,27 @@ class LoraAdapters:
         ConfigError: if peft is missing, or cannot adapt what ``target_modules`` names.
     """
 
-    def __init__(self, module: nn.Module, section: LoraSection, seed: int, base: str) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        section: LoraSection,
+        seed: int,
+        base: str,
+        *,
+        extra_modules: Sequence[str] = (),
+    ) -> None:
         peft = _import_peft(section)
         targets = find_targets(module, section)
+        modules = [*targets.modules, *extra_modules]
         self._scale = section.alpha / section.rank
         self._config = peft.LoraConfig(
             r=section.rank,
             lora_alpha=section.alpha,
             lora_dropout=section.dropout,
-            target_modules=targets.modules,
+            target_modules=modules,
             target_parameters=targets.parameters or None,
-            task_type="CAUSAL_LM",
+            # peft would train the head of a SEQ_CLS model whole, next to its adapter.
+            task_type=None if extra_modules else "CAUSAL_LM",
             base_model_name_or_path=base,
         )
         torch.manual_seed(seed)
@@ -69,7 +81,7 @@ class LoraAdapters:
             reason = " ".join(str(error).split())[:300]
             allowed = f"null: peft cannot adapt {type(module).__name__}: {reason}"
             raise ConfigError("train.lora", section.model_dump(), allowed) from error
-        self._config.target_modules = targets.modules
+        self._config.target_modules = modules
         self._config.target_parameters = targets.parameters or None
         kind = peft.tuners.lora.LoraLayer
         layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, kind)}

@@ -49,6 +49,7 @@ class ModelSet:
         rank: of this process; rank 0 offers the weights.
         load: replaces ``PolicyModel`` for policy and reference; models must have its methods that
             the backend calls.
+        kind: class of policy and reference without ``load``.
 
     Attributes:
         ref: None where the algorithm has no divergence from a reference.
@@ -58,7 +59,13 @@ class ModelSet:
     """
 
     def __init__(
-        self, context: RunContext, device: torch.device, rank: int, load: LoadModel | None = None
+        self,
+        context: RunContext,
+        device: torch.device,
+        rank: int,
+        load: LoadModel | None = None,
+        *,
+        kind: type[PolicyModel] = PolicyModel,
     ) -> None:
         train = context.train
         algorithm = context.algorithm
@@ -66,7 +73,7 @@ class ModelSet:
         first = context.first_path
         self._context = context
         load = load or (
-            lambda path, trained: PolicyModel(
+            lambda path, trained: kind(
                 path,
                 device=device,
                 trainable=trained,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from broker.errors import ConfigError
 from broker.weights.memory.cuda import numbered
 from learner.backends.models.attention_trial import choose_attention, trunk_of
+from learner.backends.models.auto_classes import LANGUAGE_MODEL, AutoClass, import_auto_class
 from learner.backends.models.batch import TokenBatch
 from learner.backends.models.block_compilation import compile_blocks
 from learner.backends.models.empty_model import EmptyModel, open_empty, open_parts
@@ -39,6 +40,10 @@ _LOGIT_BUDGET: Final = 1 << 28
 MANY_COPIES: Final = 5
 # A cap or a factor shows in a few tokens already.
 _PROBE_TOKENS: Final = 8
+_NOUNS: Final[dict[AutoClass, str]] = {
+    "AutoModelForCausalLM": "a causal language model",
+    "AutoModelForSequenceClassification": "a sequence classifier",
+}
 # Takes logits and columns, (t, …) each.
 LogitFunction = Callable[..., tuple[Tensor, ...]]
 
@@ -60,7 +65,10 @@ class PolicyModel:
         empty: its weights, which must be read before ``probe``; None if it has them.
         unpackable: why it takes no packed rows; empty if it does.
         adapters: the trained part, None if all weights are trained.
+        auto_class: class of transformers that loads it.
     """
+
+    auto_class: ClassVar[AutoClass] = LANGUAGE_MODEL
 
     def __init__(
         self,
@@ -89,17 +97,14 @@ class PolicyModel:
         if self.empty is not None:
             self.module = self.empty.module
         else:
-            self.module = load_model(path, model, device, max_context)
+            self.module = load_model(path, model, device, max_context, kind=self.auto_class)
         if exact:
             self._make_exact(max_context)
         self.module.requires_grad_(trainable)
         for name in untrained_parts(self.module):
             # Text does not reach them: they would only decay. Checkpoints keep them as they are.
             self.module.get_parameter(name).requires_grad_(False)
-        self.head = self.module.get_output_embeddings()
-        if self.head is None:
-            allowed = f"{type(self.module).__name__} has no output embeddings: not a language model"
-            raise ConfigError("model.path", path, allowed)
+        self.head = self.find_head()
         # Read now: a weight that DeepSpeed divides later has no rows.
         self._head_rows = int(self.head.weight.shape[0])
         self.adapters: LoraAdapters | None = None
@@ -109,6 +114,18 @@ class PolicyModel:
         self._plain_head = False
         if self.empty is None:
             self.probe()
+
+    def find_head(self) -> Any:
+        """Return the layer from hidden states to logits.
+
+        Raises:
+            ConfigError: if there is none.
+        """
+        head = self.module.get_output_embeddings()
+        if head is None:
+            allowed = f"{type(self.module).__name__} has no output embeddings: not a language model"
+            raise ConfigError("model.path", self.path, allowed)
+        return head
 
     @property
     def vocab_size(self) -> int:
@@ -127,7 +144,7 @@ class PolicyModel:
                 packed=self._packing,
                 exact=self._exact,
             )
-            self._plain_head = self._head_is_plain()
+            self._plain_head = self.probe_head()
             return torch.zeros(())
 
         self.within(run)
@@ -358,7 +375,7 @@ class PolicyModel:
         return logits
 
     @torch.no_grad()
-    def _head_is_plain(self) -> bool:
+    def probe_head(self) -> bool:
         """Return whether logits are ``head(last hidden state)``; some models cap or scale them."""
         ids = torch.arange(_PROBE_TOKENS, device=self.device)[None] % self.vocab_size
         try:
@@ -417,12 +434,18 @@ def fix_positions(module: Any, max_context: int | None) -> None:
 
 
 def load_model(
-    path: str, section: ModelSection, device: torch.device, max_context: int | None = None
+    path: str,
+    section: ModelSection,
+    device: torch.device,
+    max_context: int | None = None,
+    *,
+    kind: AutoClass = LANGUAGE_MODEL,
 ) -> Any:
-    """Load a causal language model in evaluation mode.
+    """Load a causal language model, or a classifier, in evaluation mode.
 
     Args:
         max_context: as for ``fix_positions``.
+        kind: class of transformers that loads it.
 
     Raises:
         ConfigError: if the path holds none, or weights are missing, which transformers would
@@ -432,10 +455,9 @@ def load_model(
     from safetensors import SafetensorError
 
     import_transformers()
-    from transformers import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 
-    if (empty := open_parts(path, section)) is not None:
+    if (empty := open_parts(path, section, kind)) is not None:
         empty.fill(device)
         fix_positions(empty.module, max_context)
         return empty.module
@@ -452,7 +474,7 @@ def load_model(
         "output_loading_info": True,
     }
     try:
-        model, info = AutoModelForCausalLM.from_pretrained(folder, **arguments)
+        model, info = import_auto_class(kind).from_pretrained(folder, **arguments)
     except (
         OSError,
         ValueError,
@@ -462,7 +484,7 @@ def load_model(
         StrictDataclassError,
     ) as error:
         reason = " ".join(str(error).split())[:300]
-        allowed = f"transformers cannot load a causal language model from it: {reason}"
+        allowed = f"transformers cannot load {_NOUNS[kind]} from it: {reason}"
         raise ConfigError("model.path", path, allowed) from error
     if missing := sorted(info["missing_keys"]):
         raise ConfigError(

@@ -13,13 +13,14 @@ from torch import Tensor
 from broker.errors import UserError
 from broker.weights.adapter import MergedModel
 from broker.weights.memory.on_demand import OnDemand
+from learner.backends.models.auto_classes import auto_class_of, import_auto_class
 from learner.backends.parts.names import MODEL
 from learner.backends.parts.original import find_original
 from learner.backends.parts.part_file import DamagedFileError
 from learner.backends.parts.stored import StoredTensors, weights_in_files
 from learner.backends.parts.stored_model import StoredBase, StoredModel
 from learner.backends.parts.writing import iter_bytes
-from rlearner_text.hub import model_folder
+from rlearner_text.hub import model_folder, read_json
 from rlearner_text.stored_form import stored_form, stored_groups, use_conversions
 from rlearner_text.transformers_import import import_transformers
 
@@ -89,16 +90,18 @@ class MergedWeights:
 
 def _load_converted(path: str, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return a model's weights as transformers loads them."""
-    import_transformers()
-    from transformers import AutoModelForCausalLM
-
     log.info("%s: its weights are held in memory, to be converted", path)
     dtype = next(iter(like.values())).dtype
-    module = AutoModelForCausalLM.from_pretrained(
-        model_folder(path), dtype=dtype, use_safetensors=True
-    )
+    folder = model_folder(path)
+    module = _import_class(Path(folder)).from_pretrained(folder, dtype=dtype, use_safetensors=True)
     state = module.state_dict()
     return {name: state[name] for name in like}
+
+
+def _import_class(folder: Path) -> Any:
+    """Return the class of transformers that loads a folder: of language models, or classifiers."""
+    config = read_json(folder / "config.json", str(folder), "model.path")
+    return import_auto_class(auto_class_of(config))
 
 
 class ConvertedWeights:
@@ -106,10 +109,11 @@ class ConvertedWeights:
 
     def __init__(self, model: StoredModel, source: WeightSource, folder: Path) -> None:
         import_transformers()
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig
 
+        kind = _import_class(folder)
         with torch.device("meta"):
-            self._module: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+            self._module: Any = kind.from_config(AutoConfig.from_pretrained(folder))
         if model.original:
             use_conversions(
                 self._module,

@@ -92,7 +92,7 @@ OF_PAIRS: Final = (
     Curve.of_first("train/accuracy", "eval/accuracy", **SHARE),
     Curve.of_first("train/reward_margin", "eval/reward_margin"),
     Curve(
-        "Implicit rewards",
+        "Rewards of the pairs",
         (
             "train/chosen_reward",
             "train/rejected_reward",
@@ -100,6 +100,18 @@ OF_PAIRS: Final = (
             "eval/rejected_reward",
         ),
     ),
+)
+PAIRS: Final = OverviewLayout(
+    curves=(LOSS, *OF_PAIRS, *OF_DATA),
+    tiles=(
+        "train/loss",
+        "eval/loss",
+        "train/accuracy",
+        "eval/accuracy",
+        "train/lr",
+        "perf/tokens_per_s",
+    ),
+    always=("train/loss",),
 )
 LAYOUTS: Final[Mapping[RunKind, OverviewLayout]] = {
     "training": TRAINING,
@@ -109,18 +121,8 @@ LAYOUTS: Final[Mapping[RunKind, OverviewLayout]] = {
         tiles=("train/loss", "eval/loss", "eval/perplexity", "train/lr", "perf/tokens_per_s"),
         always=("train/loss",),
     ),
-    "dpo": OverviewLayout(
-        curves=(LOSS, *OF_PAIRS, *OF_DATA),
-        tiles=(
-            "train/loss",
-            "eval/loss",
-            "train/accuracy",
-            "eval/accuracy",
-            "train/lr",
-            "perf/tokens_per_s",
-        ),
-        always=("train/loss",),
-    ),
+    "dpo": PAIRS,
+    "rm": PAIRS,
     "distill": OverviewLayout(
         curves=(LOSS, *OF_DATA),
         tiles=("train/loss", "eval/loss", "train/lr", "perf/tokens_per_s"),

@@ -85,12 +85,13 @@ def test_an_unknown_preset_lists_those_there_are(name: str) -> None:
 
 def test_what_the_estimators_and_losses_declare() -> None:
     assert {trait.name: estimators_with(trait.name) for trait in fields(EstimatorTraits)} == {
-        "whole_batch": ["gae", "reinforce++", "reinforce++_baseline"],
+        "whole_batch": ["gae", "gdpo", "reinforce++", "reinforce++_baseline"],
         "needs_critic": ["gae"],
-        "compares_group": ["dr_grpo", "gigpo", "grpo", "reinforce++_baseline", "rloo"],
+        "compares_group": ["dr_grpo", "gdpo", "gigpo", "grpo", "reinforce++_baseline", "rloo"],
         "counts_episodes": ["dr_grpo", "gigpo", "grpo", "rloo"],
         "compares_steps": ["gigpo"],
         "greedy_baseline": ["remax"],
+        "reads_parts": ["gdpo"],
     }
     traits = {name: resolve("losses", name, LOSSES).traits for name in LOSSES}
     assert {name for name, found in traits.items() if found.dual_clip} == {
@@ -249,6 +250,30 @@ LAKE = {
         (
             {"algorithm": {"correction": "icepop", "correction_low": 1.1}},
             "algorithm.correction_low: 1.1 is not allowed; at most 1",
+        ),
+        (
+            {"algorithm": {"gdpo_weights": {"env": 1.0}}},
+            "algorithm.gdpo_weights: {'env': 1.0} is not allowed; null with algorithm.adv_estimator grpo; only gdpo",
+        ),
+        (
+            {"algorithm": {"adv_estimator": "gdpo", "gdpo_weights": {}}},
+            "algorithm.gdpo_weights: {} is not allowed; null, or a weight other than 0 for some reward",
+        ),
+        (
+            {"algorithm": {"adv_estimator": "gdpo", "gdpo_weights": {"fomat": 1.0}}},
+            "algorithm.gdpo_weights.fomat: 1.0 is not allowed; the rewards of this run are env",
+        ),
+        (
+            {"algorithm": {"adv_estimator": "gdpo", "format_penalty": 0.1}},
+            "algorithm.format_penalty: 0.1 is not allowed; the default with algorithm.adv_estimator gdpo",
+        ),
+        (
+            {"algorithm": {"adv_estimator": "gdpo", "kl_coef": 0.1, "kl_placement": "reward"}},
+            "algorithm.kl_placement: 'reward' is not allowed; the default with algorithm.adv_estimator gdpo",
+        ),
+        (
+            {"algorithm": {"adv_estimator": "gdpo"}, "train": {"streaming": "always"}},
+            "auto or never with algorithm.adv_estimator gdpo",
         ),
         (
             {"algorithm": {"correction": "tsi"}},

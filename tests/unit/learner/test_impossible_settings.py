@@ -248,7 +248,7 @@ def test_a_warmup_that_nobody_set_follows_the_steps(tmp_path: Path) -> None:
         checked = validate_offline("sft", load("configs/sft.yaml", [f"train.steps={steps}", data]))
         assert checked.train.warmup_steps is None  # so that a run may be given more steps
         assert backend_train(checked.train).warmup_steps == warmup
-    for name in ("dpo", "distill"):
+    for name in ("dpo", "distill", "rm"):
         rest = ["train.steps=3", data, *(["distill.teacher=t"] if name == "distill" else [])]
         validate_offline(name, load(f"configs/{name}.yaml", rest))
 

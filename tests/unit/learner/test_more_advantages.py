@@ -62,7 +62,13 @@ def trajectory(
 def row(
     rewards: list[float], values: list[float] | None = None, group: int = 0, *, trained: bool = True
 ) -> BatchRow:
-    return BatchRow(group, np.array(rewards), None if values is None else np.array(values), trained)
+    return BatchRow(
+        group,
+        np.array(rewards),
+        None if values is None else np.array(values),
+        trained,
+        parts={"env": sum(rewards)},
+    )
 
 
 def test_discounting_by_hand() -> None:

@@ -77,7 +77,7 @@ def group(trainer: TorchBackend, number: int, num_greedy: int) -> wire.Group:
                 version_runs=wire.column([trainer.version, 2], "<i4"),
                 turns=turns,
                 reward=sum(rewards),
-                reward_parts={},
+                reward_parts={"first": rewards[0], "second": rewards[1]},
                 success=sum(rewards) == 1,
                 end="terminated",
                 greedy=greedy[episode],

@@ -231,8 +231,8 @@ def test_an_unclear_function_is_refused(
 
 def test_rewards_that_read_the_response_alone_get_no_messages() -> None:
     """Messages and rows would make their groups larger for nothing."""
-    read_rows = {"instruction_following"}
-    assert {*RESPONSE_REWARDS, *JUDGED_REWARDS} == REWARDS.keys() - read_rows
+    read_more = {"instruction_following", "process_reward", "implicit_reward"}
+    assert {*RESPONSE_REWARDS, *JUDGED_REWARDS} == REWARDS.keys() - read_more
     judge = {"base_url": "http://127.0.0.1:1/v1"}
     for name, args, reads in (
         ("math_answer", {}, False),
@@ -242,6 +242,7 @@ def test_rewards_that_read_the_response_alone_get_no_messages() -> None:
         ("rubric", {**judge, "criteria": [{"name": "a", "text": "b"}]}, False),
         ("rubric", judge, True),  # each row has its own criteria
         ("instruction_following", {}, True),
+        ("process_reward", {"path": "a/b"}, True),
         ("./mine.py:f", {}, True),
     ):
         assert reads_episode([RewardConfig(name=name, args=args)]) == reads

@@ -36,6 +36,8 @@ CASES: dict[str, tuple[dict[str, Any], str, str, float | None]] = {
     "rubric": ({"base_url": "http://127.0.0.1:9/v1"}, "", "", None),
     "judge": ({"base_url": "http://127.0.0.1:9/v1"}, "", "", None),
     "reward_model": ({"path": "somebody/model"}, "", "", None),
+    "process_reward": ({"path": "somebody/model"}, "", "", None),
+    "implicit_reward": ({"path": "somebody/model", "reference": "somebody/other"}, "", "", None),
 }
 
 

@@ -15,7 +15,7 @@ from rlearner.console.pages.curves import LAYOUTS
 from rlearner.console.pages.overview import SHARES
 from rlearner.ops.run_kinds import RunKind, algorithm_name, run_kind
 
-OFFLINE: tuple[RunKind, ...] = ("sft", "dpo", "distill")
+OFFLINE: tuple[RunKind, ...] = ("sft", "dpo", "distill", "rm")
 
 
 def metrics_of(kind: RunKind) -> set[str]:
@@ -84,6 +84,7 @@ def test_every_metric_of_offline_training_has_a_chart() -> None:
         ({"data": {"train": "a.jsonl"}}, "sft", "sft"),
         ({"data": {"train": "a.jsonl"}, "dpo": {"loss": "dpo"}}, "dpo", "dpo"),
         ({"data": {"train": "a.jsonl"}, "dpo": {"loss": "ipo"}}, "dpo", "dpo with ipo"),
+        ({"data": {"train": "a.jsonl"}, "rm": {"center": 0.1}}, "rm", "rm"),
         ({"data": {"train": "a.jsonl"}, "distill": {"kl": "reverse"}}, "distill",
          "distill with reverse KL"),
         ({}, "training", ""),

@@ -1,0 +1,1 @@
+"""Rewards of models that read steps and tokens, and what rewards with a model share."""
