@@ -15,9 +15,10 @@ from broker.settings.run_settings import RunSettings
 from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.assembly import waits_for_batch
 from learner.algorithm.losses import LOSSES
-from learner.algorithm.traits import EstimatorTraits, estimator_traits, loss_traits
+from learner.algorithm.traits import EstimatorTraits, estimator_traits
 from learner.backends.section_checks import check_values
 from learner.config import AlgorithmSection, RewardNormalization, kl_in_reward
+from learner.objective_checks import check_objective, loss_has
 
 
 def check_algorithm(settings: RunSettings) -> None:
@@ -32,8 +33,10 @@ def check_algorithm(settings: RunSettings) -> None:
     traits = estimator_traits(resolve("advantages", algorithm.adv_estimator, ADVANTAGES))
     _check_critic(algorithm, traits)
     _check_parts(algorithm, traits)
+    _check_estimator(settings, traits)
     _check_streaming(settings.train.streaming, algorithm, traits)
-    _check_correction(algorithm)
+    check_objective(algorithm)
+    _check_echo(settings)
     for name, domain in settings.domains.items():
         _check_thinking(name, domain, algorithm.adv_estimator)
     for name, domain in settings.trained_domains.items():
@@ -42,11 +45,11 @@ def check_algorithm(settings: RunSettings) -> None:
 
 def _check_values(algorithm: AlgorithmSection) -> None:
     loss_name = algorithm.pg_variant
-    if algorithm.dual_clip is not None and not _loss_has("dual_clip", loss_name):
-        supporting = ", ".join(name for name in sorted(LOSSES) if _loss_has("dual_clip", name))
+    if algorithm.dual_clip is not None and not loss_has("dual_clip", loss_name):
+        supporting = ", ".join(name for name in sorted(LOSSES) if loss_has("dual_clip", name))
         allowed = f"null with algorithm.pg_variant {loss_name}; it takes effect in {supporting}"
         raise ConfigError("algorithm.dual_clip", algorithm.dual_clip, allowed)
-    if algorithm.kl_coef and not _loss_has("kl", loss_name):
+    if algorithm.kl_coef and not loss_has("kl", loss_name):
         allowed = f"0 with algorithm.pg_variant {loss_name}, which has no KL term"
         raise ConfigError("algorithm.kl_coef", algorithm.kl_coef, allowed)
     if algorithm.mis_mask_level is not None and algorithm.correction != "mis":
@@ -77,11 +80,6 @@ def _check_values(algorithm: AlgorithmSection) -> None:
             length,
             f"at least algorithm.overlong_buffer, which is {buffer}",
         )
-
-
-def _loss_has(trait: str, name: str) -> bool:
-    """Whether a loss declares a trait; True for one that declares nothing."""
-    return bool(getattr(loss_traits(resolve("losses", name, LOSSES)), trait, True))
 
 
 def estimators_with(trait: str) -> list[str]:
@@ -138,6 +136,48 @@ def _check_parts(algorithm: AlgorithmSection, traits: EstimatorTraits | None) ->
             raise ConfigError(f"algorithm.{name}", shown, allowed)
 
 
+def _check_estimator(settings: RunSettings, traits: EstimatorTraits | None) -> None:
+    """Check settings that only some estimators read, or that some cannot work with."""
+    algorithm = settings.algorithm
+    estimator = algorithm.adv_estimator
+    if traits is None:
+        return
+    if algorithm.discount != "token" and not traits.discounts:
+        supporting = ", ".join(estimators_with("discounts"))
+        allowed = f"token with algorithm.adv_estimator {estimator}; it takes effect in {supporting}"
+        raise ConfigError("algorithm.discount", algorithm.discount, allowed)
+    if algorithm.pass_k is not None and not traits.takes_pass_k:
+        supporting = ", ".join(estimators_with("takes_pass_k"))
+        allowed = f"null with algorithm.adv_estimator {estimator}; only {supporting} reads it"
+        raise ConfigError("algorithm.pass_k", algorithm.pass_k, allowed)
+    if traits.needs_energies and settings.train.backend == "megatron":
+        allowed = (
+            f"another with train.backend megatron, which does not measure what {estimator} needs"
+        )
+        raise ConfigError("algorithm.adv_estimator", estimator, allowed)
+    if traits.divides_by_mean:
+        _check_positive_rewards(algorithm)
+
+
+def _check_positive_rewards(algorithm: AlgorithmSection) -> None:
+    """Refuse what makes rewards negative, or centres them, before they are divided by a mean."""
+    plain = AlgorithmSection()
+    normalization = algorithm.reward_normalization
+    suffix = (
+        f"with algorithm.adv_estimator {algorithm.adv_estimator}, which divides by a group's mean "
+        "reward"
+    )
+    for name in ("format_penalty", "overlong_buffer"):
+        if getattr(algorithm, name):
+            allowed = f"{getattr(plain, name)} {suffix}"
+            raise ConfigError(f"algorithm.{name}", getattr(algorithm, name), allowed)
+    if normalization.norm_mean_type is not None:
+        key = "algorithm.reward_normalization.norm_mean_type"
+        raise ConfigError(key, normalization.norm_mean_type, f"null {suffix}")
+    if kl_in_reward(algorithm):
+        raise ConfigError("algorithm.kl_placement", "reward", f"loss {suffix}")
+
+
 def _check_streaming(
     streaming: str, algorithm: AlgorithmSection, traits: EstimatorTraits | None
 ) -> None:
@@ -152,19 +192,20 @@ def _check_streaming(
         raise ConfigError("train.streaming", streaming, allowed)
 
 
-def _check_correction(algorithm: AlgorithmSection) -> None:
-    """Check that the bounds contain 1, the ratio of on-policy tokens, which need no correction."""
-    name = algorithm.correction
-    low = algorithm.correction_low
-    high = algorithm.correction_high
-    on_policy = f"1 with algorithm.correction {name}: on-policy the ratio is 1"
-    bounded_above = name in ("tis", "decoupled", "icepop") or (
-        name == "mis" and algorithm.mis_estimator == "k1"
-    )
-    if bounded_above and high < 1:
-        raise ConfigError("algorithm.correction_high", high, f"at least {on_policy}")
-    if bounded_above and name in ("icepop", "mis") and low > 1:
-        raise ConfigError("algorithm.correction_low", low, f"at most {on_policy}")
+def _check_echo(settings: RunSettings) -> None:
+    """Check that there is something to predict between the turns, and a backend that does."""
+    algorithm = settings.algorithm
+    if not algorithm.echo_coef:
+        return
+    if settings.train.backend == "megatron":
+        allowed = "0 with train.backend megatron, which scores trained tokens only"
+        raise ConfigError("algorithm.echo_coef", algorithm.echo_coef, allowed)
+    if not any(
+        domain.max_turns > 1 and not takes_steps(domain.context, algorithm.adv_estimator)
+        for domain in settings.trained_domains.values()
+    ):
+        allowed = "0 without a domain of several turns and context full: nothing is said in between"
+        raise ConfigError("algorithm.echo_coef", algorithm.echo_coef, allowed)
 
 
 def _check_steps(key: str, algorithm: AlgorithmSection, traits: EstimatorTraits | None) -> None:
@@ -238,6 +279,9 @@ def _check_domain(
         allowed = f"0 with algorithm.adv_estimator {estimator}"
         raise ConfigError(f"{key}.group_size_redundancy", domain.group_size_redundancy, allowed)
     _check_pass_rate(key, domain, algorithm.pass_rate)
+    if algorithm.pass_k is not None and algorithm.pass_k > domain.group_size:
+        allowed = f"at most {key}.group_size, which is {domain.group_size}"
+        raise ConfigError("algorithm.pass_k", algorithm.pass_k, allowed)
     if takes_steps(domain.context, estimator):
         _check_steps(key, algorithm, declared_traits)
     elif traits.compares_steps:

@@ -1,7 +1,7 @@
 """Train every algorithm on the quickstart's task, from the same warm start on equal samples; then
 vary the staleness.
 
-    python -m bench.learning [--quick] [--seeds 3] [--workers 2] [--out runs/learning] [--report]
+    python -m bench.learning [--quick] [--only NAMES] [--seeds 3] [--workers 2] [--out runs/learning] [--report]
 
 Each run is learner and engine in one process over the real ledger, on one core; a finished run is
 one file in the output folder and is not repeated. `--quick` is one seed of every algorithm. Without
@@ -23,6 +23,7 @@ from typing import Any
 from bench.learning import pool, report, settings
 from bench.learning.figures import algorithm_rows, loss_at, staleness_rows
 from broker.errors import UserError
+from broker.settings.arguments import names
 from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import load, validate
 
@@ -81,6 +82,7 @@ def main() -> int:
     )
     add = parser.add_argument
     add("--quick", action="store_true", help="one seed of every algorithm, no staleness sweep")
+    add("--only", type=names, help="these presets, with commas between; all by default")
     add("--seeds", type=int, default=len(settings.SEEDS), help="seeds of each arm (3)")
     add("--workers", type=int, default=os.cpu_count() or 1, help="processes, one core each")
     add("--out", type=Path, default=Path("runs/learning"), help="where results are kept")
@@ -93,7 +95,7 @@ def main() -> int:
     add("--report", action="store_true", help="run nothing: report what is there")
     options = parser.parse_args()
     folder = options.out.absolute()
-    arms = settings.plan(range(options.seeds), quick=options.quick)
+    arms = settings.plan(range(options.seeds), quick=options.quick, names=options.only)
     try:
         if not options.report:
             starts = {context: warm_start(folder, context) for context in settings.CONTEXTS}

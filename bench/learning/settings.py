@@ -122,14 +122,17 @@ def stale(name: str, max_staleness: int, seed: int) -> ArmSettings:
     return ArmSettings("staleness", name, seed, max_staleness, overrides)
 
 
-def plan(seeds: Sequence[int], *, quick: bool) -> list[ArmSettings]:
+def plan(
+    seeds: Sequence[int], *, quick: bool, names: Sequence[str] | None = None
+) -> list[ArmSettings]:
     """Return all arms, the most useful first; ``quick``: only the first seed of every algorithm."""
-    first = [*starts(seeds[0]), *(algorithm(name, seeds[0]) for name in presets())]
+    names = presets() if names is None else names
+    first = [*starts(seeds[0]), *(algorithm(name, seeds[0]) for name in names)]
     if quick:
         return first
     arms = first + [stale(name, late, seeds[0]) for late in STALENESS_IN_ORDER for name in STALE]
     for seed in seeds[1:]:
-        arms += [*starts(seed), *(algorithm(name, seed) for name in presets())]
+        arms += [*starts(seed), *(algorithm(name, seed) for name in names)]
     return arms + [
         stale(name, late, seed)
         for seed in seeds[1:]

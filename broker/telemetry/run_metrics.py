@@ -167,6 +167,8 @@ SECTIONS: Final[dict[str, tuple[Metric, ...]]] = {
                title="KL"),
         Metric("actor/kl_loss", "nats", LEARNER,
                "Mean divergence from the reference, in the loss."),
+        Metric("actor/echo_loss", "nats", LEARNER,
+               "Mean cross-entropy of the environment's tokens (algorithm.echo_coef)."),
         Metric("actor/reward_kl", "nats", LEARNER,
                "Mean divergence from the reference, in the reward."),
         Metric("actor/kl_coef", "", LEARNER, "Coefficient of the divergence from the reference."),

@@ -23,6 +23,7 @@ from learner.algorithm.advantages.base import (
 from learner.algorithm.samples import Array, SampleScores, TrainSample, from_trajectory
 from learner.algorithm.shaping import is_truncated, minus_kl, needs_batch, shape_rewards
 from learner.algorithm.teaching import add_teacher
+from learner.algorithm.token_selection import SELECTORS, select_tokens
 from learner.algorithm.traits import EstimatorTraits, estimator_traits
 from learner.config import AlgorithmSection, kl_in_reward, num_updates
 
@@ -41,11 +42,12 @@ class SampleAssembler:
     def __init__(self, estimator: Any, algorithm: AlgorithmSection, *, stream: bool = True) -> None:
         self._estimator = estimator
         self._algorithm = algorithm
-        self._over_rows = (estimator_traits(estimator) or EstimatorTraits()).whole_batch
+        traits = estimator_traits(estimator) or EstimatorTraits()
+        self._over_rows = traits.whole_batch
         # Whether `batch` must be used, with all groups of a step, instead of `stream`; and with
         # scores from the models.
         self.needs_batch = self._over_rows or not stream or waits_for_batch(algorithm)
-        self.needs_scores = scores_needed(algorithm)
+        self.needs_scores = scores_needed(algorithm) or traits.needs_energies
         # Whether all groups of a step are scored, so that the models can begin with the first.
         self.scores_stream = self.needs_scores and stream and algorithm.pg_variant != "starpo_s"
 
@@ -118,7 +120,7 @@ class SampleAssembler:
                     returns=_as_column(trajectory, estimate.returns),
                 )
             )
-        return samples
+        return select_tokens(samples, algorithm) if algorithm.pg_variant in SELECTORS else samples
 
     def _estimate_rows(
         self, groups: Sequence[wire.Group], scores: Sequence[SampleScores], kl: Sequence[FloatArray]
@@ -129,7 +131,9 @@ class SampleAssembler:
                 group.ticket,
                 base.token_rewards(trajectory) - penalties,
                 _as_float64(sample_scores.values),
-                self._is_trained(trajectory),
+                trained=self._is_trained(trajectory),
+                turns=base.token_turns(trajectory),
+                energies=_as_float64(sample_scores.energies),
                 parts=trajectory.reward_parts,
             )
             for (group, trajectory), sample_scores, penalties in zip(pairs, scores, kl, strict=True)
@@ -195,7 +199,7 @@ def waits_for_batch(algorithm: AlgorithmSection) -> str:
         "reward_normalization": needs_batch(algorithm.reward_normalization),
         "kl_placement": kl_in_reward(algorithm),
         "critic": algorithm.critic.enabled,
-        "pg_variant starpo_s": algorithm.pg_variant == "starpo_s",
+        f"pg_variant {algorithm.pg_variant}": algorithm.pg_variant in ("starpo_s", *SELECTORS),
     }
     return next((name for name, holds in reasons.items() if holds), "")
 
@@ -203,9 +207,14 @@ def waits_for_batch(algorithm: AlgorithmSection) -> str:
 def scores_needed(algorithm: AlgorithmSection) -> bool:
     """Return whether the models must score the samples before the step."""
     # The forward pass of a single update yields the proximal logprobs itself.
-    recompute = algorithm.correction != "none" and algorithm.prox_logp_method == "recompute"
+    recompute = (
+        algorithm.correction != "none"
+        and algorithm.prox_logp_method == "recompute"
+        and not algorithm.bypass
+    )
     return (
         (recompute and num_updates(algorithm) > 1)
+        or algorithm.pg_variant in SELECTORS
         or kl_in_reward(algorithm)
         or algorithm.critic.enabled
     )

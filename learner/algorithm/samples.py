@@ -36,13 +36,15 @@ class TrainSample:
     # int32 and float32, (k T,): the teacher's k likeliest tokens at each of T trained tokens
     teacher_top_ids: Array | None = None
     teacher_top_logprobs: Array | None = None
+    # uint8, 1 for tokens that the loss treats differently; None: the loss does not select
+    selected: Array | None = None
 
     def __post_init__(self) -> None:
         n = len(self.token_ids)
         for name in ("token_ids", "loss_mask", "rollout_logprobs", "versions", "advantages"):
             if getattr(self, name).shape != (n,):
                 raise ValueError(f"{name} has shape {getattr(self, name).shape}, expected ({n},)")
-        for name in ("proximal_logprobs", "values", "returns", "teacher_logprobs"):
+        for name in ("proximal_logprobs", "values", "returns", "teacher_logprobs", "selected"):
             if (array := getattr(self, name)) is not None and array.shape != (n,):
                 raise ValueError(f"{name} has shape {array.shape}, expected ({n},)")
         if n and self.loss_mask[0]:
@@ -56,6 +58,14 @@ class TrainSample:
     def positions(self) -> Array:
         """Positions where the mask is 1, ascending, (num_tokens,) int64."""
         return np.flatnonzero(self.loss_mask)
+
+    @cached_property
+    def observed_positions(self) -> Array:
+        """Positions of what was said to the policy between its trained tokens, ascending, int64."""
+        if not len(self.positions):
+            return self.positions
+        first = int(self.positions[0])
+        return np.flatnonzero(self.loss_mask[first : self.num_inputs] == 0) + first
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +85,8 @@ class SampleScores:
     logprobs: Array | None = None  # (T,) float32, under the policy
     kl: Array | None = None  # (T,) float32, estimate of the divergence from the reference, in nats
     values: Array | None = None  # (T,) float32, the critic's
+    # (T,) float32, squared norm of the gradient of each logprob by the logits
+    energies: Array | None = None
 
 
 def from_trajectory(

@@ -1,4 +1,4 @@
-"""Computes sums and means over each sequence of a flat row of tokens, at every token."""
+"""Computes sums, means and maxima over each sequence of a flat row of tokens, at every token."""
 
 from __future__ import annotations
 
@@ -21,6 +21,12 @@ def sequence_sum(values: Tensor, sequence: Tensor, num_sequences: int) -> Tensor
         0, sequence, values
     )
     return sums[sequence]
+
+
+def sequence_max(values: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:
+    """Return the largest value of a token's sequence, at every token; see ``sequence_sum``."""
+    lowest = torch.full((num_sequences,), -torch.inf, dtype=values.dtype, device=values.device)
+    return lowest.scatter_reduce(0, sequence, values, "amax")[sequence]
 
 
 def sequence_mean(values: Tensor, sequence: Tensor, num_sequences: int) -> Tensor:

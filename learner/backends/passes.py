@@ -21,6 +21,7 @@ from learner.backends.activation_offload import activations_in_host_memory
 from learner.backends.context import RunContext
 from learner.backends.models.batch import TokenBatch, collate_samples
 from learner.backends.models.model_set import ModelSet
+from learner.backends.models.token_scores import token_energies
 from learner.backends.objective import PolicyObjective
 from learner.backends.optimizer import MasterOptimizer
 from learner.backends.ranks.dealing import Job
@@ -44,6 +45,7 @@ class ModelPasses:
         version: steps completed, over all incarnations.
         seed: of dropout.
         kl: weight of the divergence from the reference.
+        scores_energies: whether ``score`` also measures the tokens' energies.
         numerator: what is minimised, before it is divided, and sums for the metrics.
         recorded: if not None, each slice's samples, log ratios and entropies are added to it, (T,)
             each.
@@ -69,6 +71,7 @@ class ModelPasses:
         self.version = 0
         self.kl = KlCoefficient(algorithm.kl_coef, algorithm.kl_target, algorithm.kl_horizon)
         self.objective = PolicyObjective(algorithm)
+        self.scores_energies = False
         self.saving = saving or partial(
             activations_in_host_memory, context.train.activation_offload
         )
@@ -111,7 +114,8 @@ class ModelPasses:
 
     def collate(self, samples: Sequence[TrainSample]) -> TokenBatch:
         """Return the tensors of a slice."""
-        return collate_samples(samples, self.device, packed=self.packs)
+        with_observed = self.algorithm.echo_coef > 0
+        return collate_samples(samples, self.device, packed=self.packs, with_observed=with_observed)
 
     def run(self, jobs: Sequence[Job]) -> list[dict[str, float]]:
         """Run each slice forward, and backward where it is trained; return its sums."""
@@ -136,13 +140,20 @@ class ModelPasses:
 
     @torch.no_grad()
     def score(self, jobs: Sequence[Job]) -> list[list[Array | None]]:
-        """Return each slice's logprobs, divergence and values; None if the algorithm needs none."""
+        """Return each slice's logprobs, divergence, values and energies, None if not needed."""
         return [self._score(samples) for samples, _ in jobs]
 
     def _score(self, samples: Sequence[TrainSample]) -> list[Array | None]:
         batch = self.collate(samples)
         models = self.models
-        logprobs, _ = models.policy.score(batch)
+        energies = None
+        if self.scores_energies:
+            columns = [batch.targets]
+            if batch.temperature is not None:
+                columns.append(batch.temperature)
+            logprobs, energies = models.policy.map_logits(batch, token_energies, *columns)
+        else:
+            logprobs, _ = models.policy.score(batch)
         kl = None
         values = None
         if models.critic is not None:
@@ -150,8 +161,8 @@ class ModelPasses:
         if models.ref is not None and models.kl_in_reward:
             reference, _ = models.ref.score(batch)
             kl = kl_penalty(logprobs, reference, self.algorithm.kl_estimator)
-        columns = (logprobs, kl, values)
-        return [None if column is None else column.cpu().numpy() for column in columns]
+        scores = (logprobs, kl, values, energies)
+        return [None if column is None else column.cpu().numpy() for column in scores]
 
     def discard(self) -> None:
         """Drop the gradient, and draw the same seeds again."""
@@ -211,15 +222,20 @@ class ModelPasses:
         reference = self._reference(batch)
         has_entropy = self.algorithm.entropy_coef > 0
         divergence = None
+        scored = batch.with_observed()
         if batch.teacher_top_ids is not None and trains_divergence(self.algorithm):
             assert batch.teacher_top_logprobs is not None
             compare = partial(candidate_divergence, direction=self.algorithm.distillation.kl)
             columns = (batch.teacher_top_ids, batch.teacher_top_logprobs)
             logprobs, entropy, divergence = self.models.policy.score_and_map(
-                batch, compare, columns, entropy_grad=has_entropy
+                scored, compare, columns, entropy_grad=has_entropy
             )
         else:
-            logprobs, entropy = self.models.policy.score(batch, entropy_grad=has_entropy)
+            logprobs, entropy = self.models.policy.score(scored, entropy_grad=has_entropy)
+        num_tokens = len(batch.targets)
+        observed_logprobs = logprobs[num_tokens:]
+        logprobs = logprobs[:num_tokens]
+        entropy = entropy[:num_tokens]
         if self.recorded is not None:
             self.recorded.append(
                 (samples, logprobs.detach() - batch.rollout_logprobs, entropy.detach())
@@ -232,6 +248,7 @@ class ModelPasses:
             kl_coef=self.kl.value,
             version=self.version,
             divergence=divergence,
+            observed_logprobs=observed_logprobs,
         )
 
     @torch.no_grad()

@@ -34,6 +34,8 @@ def step_metrics(
     }
     if algorithm.dual_clip is not None:
         metrics["actor/pg_clipfrac_lower"] = mean["dual_clipped"]
+    if "observed" in sums:
+        metrics["actor/echo_loss"] = sums["observed_loss"] / max(sums["observed"], 1.0)
     if "kl" in sums:
         metrics["actor/kl_loss"] = mean["kl"]
     if num_scored := sums.get("teacher_tokens", 0.0):

@@ -16,12 +16,15 @@ from torch import Tensor
 
 from broker.contract import wire
 from broker.errors import ConfigError, WireError
+from broker.settings.registry import resolve
 from broker.weights.plan import LayoutPlan
+from learner.algorithm.advantages import ADVANTAGES
 from learner.algorithm.aggregation import BatchCounts, loss_denominator
 from learner.algorithm.packing import MicroBatchCutter, cut_micro_batches, split_minibatches
 from learner.algorithm.samples import Array, SampleScores, TrainSample
 from learner.algorithm.teaching import trains_divergence
 from learner.algorithm.token_figures import TokenFigures
+from learner.algorithm.traits import EstimatorTraits, estimator_traits
 from learner.backends.base import Snapshot
 from learner.backends.context import RunContext
 from learner.backends.models.language_model import untrained_parts
@@ -103,6 +106,9 @@ class TorchBackend:
         self._context = context
         self._models = self.worker.models
         self._passes = self.worker.passes
+        estimator = resolve("advantages", context.algorithm.adv_estimator, ADVANTAGES)
+        traits = estimator_traits(estimator) or EstimatorTraits()
+        self._passes.scores_energies = traits.needs_energies
         self._steps = context.train.steps
         self._counts = BatchCounts()
         self._sums: dict[str, float] = {}
@@ -136,10 +142,12 @@ class TorchBackend:
     def forward_backward(self, samples: Sequence[TrainSample]) -> dict[str, float]:
         trained = [sample for sample in samples if sample.num_inputs]
         self._check_ids(trained)
-        # Without a KL or entropy term a row whose advantages are all 0 has no gradient: it is
+        # Without another term in the loss a row whose advantages are all 0 has no gradient: it is
         # measured, not trained.
         idle: list[TrainSample] = []
-        if not self._models.kl_in_loss and self._context.algorithm.entropy_coef <= 0:
+        algorithm = self._context.algorithm
+        has_other_terms = algorithm.entropy_coef > 0 or algorithm.echo_coef > 0
+        if not self._models.kl_in_loss and not has_other_terms:
             idle = [sample for sample in trained if not self._has_gradient(sample)]
         skipped = {id(sample) for sample in idle}
         sums = {
@@ -212,7 +220,10 @@ class TorchBackend:
         jobs = [(piece, False) for piece in self._slices(rows)]
         layout = self.worker.layout
         work = self._passes.score
-        scored = self._ranks.share_out(jobs, layout, lambda slices, _: ScoreCommand(slices), work)
+        energies = self._passes.scores_energies
+        scored = self._ranks.share_out(
+            jobs, layout, lambda slices, _: ScoreCommand(slices, energies), work
+        )
         for (piece, _), columns in zip(jobs, scored, strict=True):
             ends = np.cumsum([sample.num_tokens for sample in piece])[:-1].tolist()
             parts = [
@@ -224,7 +235,8 @@ class TorchBackend:
         self._reward_kl += [score.kl for score in scores_by_id.values() if score.kl is not None]
         empty = np.zeros(0, np.float32)
         no_kl = empty if self._models.kl_in_reward else None
-        no_scores = SampleScores(empty, no_kl, None if self._models.critic is None else empty)
+        no_values = None if self._models.critic is None else empty
+        no_scores = SampleScores(empty, no_kl, no_values, empty if energies else None)
         return [scores_by_id.get(id(sample), no_scores) for sample in samples]
 
     def take_problem(self) -> str:

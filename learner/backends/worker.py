@@ -243,6 +243,7 @@ class RankWorker:
                 jobs = list(zip(unpack_slices(command.slices), command.train, strict=True))
                 return messages.SumsReply(passes.run(jobs))
             case messages.ScoreCommand():
+                passes.scores_energies = command.energies
                 scores = passes.score(
                     [(samples, False) for samples in unpack_slices(command.slices)]
                 )

@@ -11,8 +11,10 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from broker.errors import ConfigError, UserError
 from broker.settings import runspec
 from broker.settings.config import BrokerSection, RunSection, Section, SectionGroup, UserSettings
+from broker.settings.registry import resolve
 from broker.settings.schema.model import ModelSection
 from broker.settings.schema.serving import RolloutSection
+from learner.algorithm.traits import preference_traits
 from learner.checks import check_family, check_layers, check_name, check_options
 from learner.config import (
     Beta,
@@ -100,6 +102,8 @@ class DpoSection(Section):
 
     loss: str = "dpo"  # dpo, ipo, outcome, or a path to your function
     beta: PositiveFloat = 0.1  # smaller: further from the reference; in ipo the paper's tau
+    # dpo: share of pairs that are taken to be labelled the wrong way round
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
     reference: str | None = None  # folder or hub name; null: the model that training starts from
 
 
@@ -222,14 +226,32 @@ def validate_config(pipeline: str, config: UserSettings) -> OfflineSettings:
         allowed = f"the names here are {', '.join(COLUMNS)}"
         raise ConfigError("data.columns", wrong[0], allowed)
     if isinstance(settings, DpoSettings):
-        from learner.offline import PREFERENCES
-
-        check_name("dpo.loss", "preferences", settings.dpo.loss, PREFERENCES)
+        _check_preference(settings.dpo)
     if isinstance(settings, DistillSettings):
         _check_distill(settings.distill, train)
     if isinstance(settings, RewardModelSettings):
         _check_reward_model(model, train)
     return settings
+
+
+def _check_preference(dpo: DpoSection) -> None:
+    from learner.offline import PREFERENCES
+
+    check_name("dpo.loss", "preferences", dpo.loss, PREFERENCES)
+    if not dpo.label_smoothing:
+        return
+    # Losses import torch, so they are only read if it is set.
+    if not _takes_smoothing(dpo.loss):
+        supporting = ", ".join(name for name in PREFERENCES if _takes_smoothing(name))
+        allowed = f"0 with dpo.loss {dpo.loss}; it takes effect in {supporting}"
+        raise ConfigError("dpo.label_smoothing", dpo.label_smoothing, allowed)
+
+
+def _takes_smoothing(name: str) -> bool:
+    from learner.offline import PREFERENCES
+
+    traits = preference_traits(resolve("preferences", name, PREFERENCES))
+    return traits is not None and traits.label_smoothing
 
 
 def _check_distill(distill: DistillSection, train: OfflineTrainSection) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -102,6 +103,8 @@ class PreferencePipeline:
         settings = job.settings.dpo
         self._beta = settings.beta
         self._loss: PreferenceLoss = resolve("preferences", settings.loss, PREFERENCES)
+        if settings.label_smoothing:
+            self._loss = partial(self._loss, label_smoothing=settings.label_smoothing)
         max_tokens = job.max_tokens()
 
         def read(source: DataSource, key: str) -> list[SamplePair]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import (
     Field,
@@ -20,6 +20,9 @@ Share = Annotated[float, Field(ge=0, le=1)]
 AggregationMode = Literal[
     "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
+# Losses whose papers average over a sequence's tokens, then over sequences: Zheng et al. (arXiv
+# 2507.18071), Gao et al. (arXiv 2511.20347), Zhao et al. (arXiv 2507.20673).
+_SEQUENCE_LOSSES: Final = ("gspo", "sapo", "gmpo")
 
 
 class RewardNormalization(Section):
@@ -46,13 +49,25 @@ class CriticSection(Section):
     warmup_steps: NonNegativeInt = 0  # steps that train only the critic
 
 
+class RejectionSection(Section):
+    """A criterion of correction ``composed``: what it does not accept is not trained on."""
+
+    # of the value that is bounded: a token's, or its sequence's sum, mean or largest one
+    level: Literal["token", "sequence", "geometric", "max"] = "geometric"
+    estimator: Literal["k1", "k2", "k3"] = "k1"  # k1 bounds the ratio, k2 and k3 the divergence
+    low: PositiveFloat | None = None  # k1: least ratio; null: no bound
+    high: PositiveFloat = 2.0  # k1: largest ratio; k2, k3: largest divergence, in nats
+
+
 class AlgorithmSection(Section):
     """Options of the gradient: advantages, loss, corrections, KL, filters."""
 
     adv_estimator: str = "grpo"  # a name of the registry in learner/algorithm/advantages
     norm_std: bool = True  # divide by the group's standard deviation
-    # discount: per sampled token, in gigpo per turn
+    # discount: per sampled token or per turn, as ``discount`` says; in gigpo per turn
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
+    # what gamma discounts for: each sampled token, or each turn
+    discount: Literal["token", "turn"] = "token"
     # gae: weight of later errors of the critic
     gae_lambda: Annotated[float, Field(ge=0, le=1)] = 1.0
     # gigpo: weight of the step's advantage relative to the episode's
@@ -61,6 +76,8 @@ class AlgorithmSection(Section):
     anchor_similarity: Annotated[float, Field(gt=0, le=1)] = 1.0
     # weight of each reward by its name in reward_parts; others are left out; null: 1 for each
     gdpo_weights: dict[str, float] | None = None
+    # grpo_passk: tries of which the best counts; null: the whole group
+    pass_k: Annotated[int, Field(ge=2)] | None = None
     reward_normalization: RewardNormalization = RewardNormalization()
     reward_clip: PositiveFloat | None = None  # clips rewards to [-x, x], after normalization
     format_penalty: NonNegativeFloat = 0.0  # subtracted for each turn that parsed to no action
@@ -77,19 +94,31 @@ class AlgorithmSection(Section):
     # starpo_s: groups of a step that are trained on
     keep_fraction: Annotated[float, Field(gt=0, le=1)] = 0.25
     pg_variant: str = "ppo"  # a name of the registry in learner/algorithm/losses
-    # the ratio is clipped below 1 minus this
+    # the ratio is clipped below 1 minus this; gmpo: its log below minus this; dppo: divergence
+    # beyond which less likely tokens are masked
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
-    # the ratio is clipped above 1 plus this
+    # the ratio is clipped above 1 plus this; gmpo: its log above this; dppo: divergence beyond
+    # which likelier tokens are masked
     clip_high: Annotated[float, Field(ge=0)] = 0.2
     # ppo: for negative advantages the loss is at most this times -A; null: no bound
     dual_clip: PositiveFloat | None = None
+    ratio_cap: PositiveFloat = 20.0  # dppo: the ratio is truncated above this
+    sapo_tau_pos: PositiveFloat = 1.0  # sapo: temperature of the gate for advantages above 0
+    sapo_tau_neg: PositiveFloat = 1.05  # sapo: temperature of the gate for all others
+    # clip_cov, kl_cov: share of a step's tokens that is selected by covariance, at least one token
+    cov_share: Annotated[float, Field(gt=0, le=1)] = 0.0002
+    cov_low: float = 1.0  # clip_cov: least covariance of the selected tokens
+    cov_high: float = 5.0  # clip_cov: largest covariance of the selected tokens
+    kl_cov_coef: NonNegativeFloat = 1.0  # kl_cov: weight of the penalty on the selected tokens
+    # weight of the cross-entropy of what the environment says between turns (ECHO); 0: off
+    echo_coef: NonNegativeFloat = 0.0
     # topr: level of the tapered ratio
     importance_sampling_level: Literal["sequence", "token"] = "sequence"
     correction: str = "none"  # a name of the registry in learner/algorithm/corrections
-    # level of the bounded ratio
-    correction_level: Literal["token", "sequence", "geometric"] = "token"
+    # level of the bounded ratio; none: composed does not weigh
+    correction_level: Literal["token", "sequence", "geometric", "none"] = "token"
     correction_low: NonNegativeFloat = 0.5  # icepop, mis: ratios below are masked
-    # ratios above are truncated (tis, decoupled) or masked (icepop, mis)
+    # ratios above are truncated (tis, composed, decoupled) or masked (icepop, mis)
     correction_high: PositiveFloat = 2.0
     # decoupled: applied to ratios above correction_high
     correction_mode: Literal["truncate", "mask"] = "truncate"
@@ -99,16 +128,26 @@ class AlgorithmSection(Section):
     mis_estimator: Literal["k1", "k2", "k3"] = "k1"
     # nats per token; bad sequences further than this from the policy are masked
     opsm_delta: NonNegativeFloat = 1e-4
+    # kpop: nats; tokens whose binary divergence exceeds this in either direction are masked
+    kpop_phi: PositiveFloat = 0.5
+    # composed: all of them must accept a token
+    rejections: list[RejectionSection] = Field(default_factory=list)
+    # corrections use the ratio of the current policy, losses that of the sampling one; no samples
+    # are scored before the step
+    bypass: bool = False
     # source of the logprobs at the step's start
     prox_logp_method: Literal["recompute", "interpolate"] = "recompute"
     num_epochs: PositiveInt = 1  # passes over a step's samples
     num_minibatches: PositiveInt = 1  # updates of one pass
     # makes minibatches equally large; null: they need not be
     batch_adjust: Literal["copy", "delete", "auto", "random_sample"] | None = None
-    loss_agg_mode: AggregationMode = "token-mean"  # pg_variant gspo: seq-mean-token-mean
+    # pg_variant gspo, sapo, gmpo: seq-mean-token-mean
+    loss_agg_mode: AggregationMode = "token-mean"
     kl_coef: NonNegativeFloat = 0.0  # 0: no reference model is loaded
-    # of the divergence from the reference model
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    # of the divergence from the reference model; with +: the gradient of k2
+    kl_estimator: Literal["k1", "k2", "k3", "k1+", "k3+"] = "k3"
+    # k1, k3 in the loss: weigh the divergence by the ratio to the sampling policy
+    kl_importance: bool = False
     # whether the divergence is added to the loss or subtracted from rewards
     kl_placement: Literal["loss", "reward"] = "loss"
     # nats per token; the coefficient starts at kl_coef and adapts to it
@@ -130,8 +169,8 @@ class AlgorithmSection(Section):
     @model_validator(mode="before")
     @classmethod
     def _aggregate_as_the_loss_does(cls, values: Any) -> Any:
-        """Average as GSPO does unless the mode is set (Zheng et al., arXiv 2507.18071)."""
-        if isinstance(values, dict) and values.get("pg_variant") == "gspo":
+        """Average as the loss's paper does unless the mode is set."""
+        if isinstance(values, dict) and values.get("pg_variant") in _SEQUENCE_LOSSES:
             return {"loss_agg_mode": "seq-mean-token-mean"} | values
         return values
 

@@ -15,4 +15,9 @@ ADVANTAGES: Final[dict[str, str]] = {
     "reinforce++_baseline": "learner.algorithm.advantages.reinforce_plus_plus:estimate_baseline",
     "gigpo": "learner.algorithm.advantages.gigpo:estimate",
     "gdpo": "learner.algorithm.advantages.gdpo:estimate",
+    "gpg": "learner.algorithm.advantages.gpg:estimate",
+    "grpo_passk": "learner.algorithm.advantages.grpo_passk:estimate",
+    "maxrl": "learner.algorithm.advantages.maxrl:estimate",
+    "opo": "learner.algorithm.advantages.opo:estimate",
+    "optimal_token_baseline": "learner.algorithm.advantages.optimal_token_baseline:estimate",
 }

@@ -13,6 +13,7 @@ from broker.contract import wire
 from learner.config import AlgorithmSection
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
 
 
 class AdvantageEstimator(Protocol):
@@ -33,6 +34,9 @@ class BatchRow:
     # (T,) the critic's, of the state in which each token was sampled
     values: FloatArray | None = None
     trained: bool = True  # False: counts in its group's mean, but has no gradient
+    turns: IntArray | None = None  # (T,) number of each token's turn; None: all in one turn
+    # (T,) squared norm of the gradient of each token's logprob by the logits
+    energies: FloatArray | None = None
     # rewards of the episode by name, before weights and shaping; notes as name/note
     parts: Mapping[str, float] = field(default_factory=dict)
 
@@ -82,7 +86,7 @@ def turn_rewards(trajectory: wire.Trajectory) -> FloatArray:
     return rewards
 
 
-def sampled_positions(trajectory: wire.Trajectory) -> npt.NDArray[np.int64]:
+def sampled_positions(trajectory: wire.Trajectory) -> IntArray:
     """Return the ascending positions of the sampled tokens, (T,); 0 is never predicted."""
     return np.flatnonzero(trajectory.loss_mask.array()[1:]) + 1
 
@@ -97,12 +101,44 @@ def token_rewards(trajectory: wire.Trajectory) -> FloatArray:
     return rewards
 
 
-def discounted_returns(rewards: FloatArray, gamma: float) -> FloatArray:
-    """Return ``sum over k >= 0 of gamma^k r[t + k]``, (T,) to (T,)."""
+def token_turns(trajectory: wire.Trajectory) -> IntArray:
+    """Return the number of each sampled token's turn, (T,), ascending."""
+    ends = [turn.end for turn in trajectory.turns]
+    return np.searchsorted(ends, sampled_positions(trajectory), side="right").astype(np.int64)
+
+
+def row_discounts(row: BatchRow, algorithm: AlgorithmSection) -> FloatArray:
+    """Return what a row's tokens discount what follows them by, as ``step_discounts`` does."""
+    turns = np.zeros(len(row.rewards), np.int64) if row.turns is None else row.turns
+    return step_discounts(turns, algorithm)
+
+
+def step_discounts(turns: IntArray, algorithm: AlgorithmSection) -> FloatArray:
+    """Return what each token discounts what follows it by, (T,).
+
+    ``gamma`` at every token, or with ``discount: turn`` only where the next token is of another
+    turn, and 1 within turns.
+
+    Args:
+        turns: (T,) number of each token's turn.
+    """
+    if algorithm.discount == "token":
+        return np.full(len(turns), algorithm.gamma)
+    is_last = np.append(turns[1:] != turns[:-1], True)[: len(turns)]
+    return np.where(is_last, algorithm.gamma, 1.0)
+
+
+def discounted_returns(rewards: FloatArray, gamma: float | FloatArray) -> FloatArray:
+    """Return ``sum over k >= 0 of gamma^k r[t + k]``, (T,) to (T,).
+
+    Args:
+        gamma: a number, or (T,), by which each token discounts what follows it.
+    """
+    discounts = np.broadcast_to(gamma, rewards.shape)
     returns = np.empty_like(rewards)
     running = 0.0
     for t in range(len(rewards) - 1, -1, -1):
-        running = rewards[t] + gamma * running
+        running = rewards[t] + discounts[t] * running
         returns[t] = running
     return returns
 

@@ -6,13 +6,19 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from learner.algorithm.advantages.base import AdvantageEstimate, BatchRow, FloatArray, whiten_arrays
+from learner.algorithm.advantages.base import (
+    AdvantageEstimate,
+    BatchRow,
+    FloatArray,
+    row_discounts,
+    whiten_arrays,
+)
 from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 
 def generalized_advantages(
-    rewards: FloatArray, values: FloatArray, gamma: float, lam: float
+    rewards: FloatArray, values: FloatArray, gamma: float | FloatArray, lam: float
 ) -> FloatArray:
     """Return ``A_t = sum over k of (gamma lam)^k delta_{t+k}``.
 
@@ -21,26 +27,29 @@ def generalized_advantages(
     Args:
         rewards: (T,) of the sampled tokens in order, without the environment's between them.
         values: (T,) V_t, of the state in which token t was sampled.
+        gamma: a number, or (T,), by which each token discounts what follows it.
 
     Returns:
         (T,), not whitened.
     """
+    discounts = np.broadcast_to(gamma, values.shape)
     advantages = np.empty_like(values)
     running = 0.0
     next_value = 0.0
     for t in range(len(values) - 1, -1, -1):
-        running = rewards[t] + gamma * next_value - values[t] + gamma * lam * running
+        gamma_t = discounts[t]
+        running = rewards[t] + gamma_t * next_value - values[t] + gamma_t * lam * running
         advantages[t] = running
         next_value = values[t]
     return advantages
 
 
-@declares(EstimatorTraits(whole_batch=True, needs_critic=True))
+@declares(EstimatorTraits(whole_batch=True, needs_critic=True, discounts=True))
 def estimate(rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[AdvantageEstimate]:
     """Return advantages whitened over the batch, and targets ``A + V`` before whitening."""
     raw_advantages = [
         generalized_advantages(
-            row.rewards, _critic_values(row), algorithm.gamma, algorithm.gae_lambda
+            row.rewards, _critic_values(row), row_discounts(row, algorithm), algorithm.gae_lambda
         )
         for row in rows
     ]

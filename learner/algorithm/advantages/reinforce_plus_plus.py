@@ -14,16 +14,17 @@ from learner.algorithm.advantages.base import (
     BatchRow,
     FloatArray,
     discounted_returns,
+    row_discounts,
     whiten_arrays,
 )
 from learner.algorithm.traits import EstimatorTraits, declares
 from learner.config import AlgorithmSection
 
 
-@declares(EstimatorTraits(whole_batch=True))
+@declares(EstimatorTraits(whole_batch=True, discounts=True))
 def estimate(rows: Sequence[BatchRow], algorithm: AlgorithmSection) -> list[AdvantageEstimate]:
     """Return the discounted return-to-go, KL penalty included, whitened over the batch."""
-    returns = [discounted_returns(row.rewards, algorithm.gamma) for row in rows]
+    returns = [discounted_returns(row.rewards, row_discounts(row, algorithm)) for row in rows]
     return [
         AdvantageEstimate(advantages)
         for advantages in whiten_arrays(returns, [row.trained for row in rows])

@@ -11,4 +11,6 @@ CORRECTIONS: Final[dict[str, str]] = {
     "icepop": "learner.algorithm.corrections.icepop:icepop",
     "mis": "learner.algorithm.corrections.mis:mis",
     "opsm": "learner.algorithm.corrections.opsm:opsm",
+    "kpop": "learner.algorithm.corrections.kpop:kpop",
+    "composed": "learner.algorithm.corrections.composed:composed",
 }

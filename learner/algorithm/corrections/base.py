@@ -6,7 +6,7 @@ one, token by token.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -54,10 +54,15 @@ def log_ratio(facts: CorrectionInputs, level: str) -> Tensor:
     Args:
         level: ``token``; ``sequence``, the sum over the token's sequence (the ratio is a product);
             ``geometric``, its mean.
+
+    Raises:
+        ValueError: for any other level.
     """
     tokens = facts.proximal_logprobs - facts.rollout_logprobs
     if level == "token":
         return tokens
+    if level not in ("sequence", "geometric"):
+        raise ValueError(f"no ratio at level {level!r}; token, sequence, geometric")
     reduce = sequence_sum if level == "sequence" else sequence_mean
     return reduce(tokens, facts.sequence, facts.num_sequences)
 
@@ -71,6 +76,28 @@ def mask_weights(facts: CorrectionInputs, weights: Tensor, mask: Tensor) -> Corr
     """Return a correction with the weights where ``mask`` is true, 0 elsewhere."""
     return CorrectionResult(
         facts.proximal_logprobs, torch.where(mask, weights, 0.0), torch.zeros_like(mask), ~mask
+    )
+
+
+def bypass_proximal(
+    correction: CorrectionResult, rollout_logprobs: Tensor, *, loss_has_ratio: bool
+) -> CorrectionResult:
+    """Return a correction of a loss whose ratios are θ/β, without a proximal policy.
+
+    Li et al., "Rollout correction" in verl: with two policies the loss's own ratio is the
+    importance weight, so only rejections remain; a loss without a ratio keeps the weights.
+
+    Args:
+        correction: computed with θ as p.
+        rollout_logprobs: (T,) of β.
+    """
+    if not loss_has_ratio:
+        return replace(correction, old_logprobs=rollout_logprobs)
+    return CorrectionResult(
+        rollout_logprobs,
+        torch.where(correction.masked, 0.0, torch.ones_like(correction.weights)),
+        torch.zeros_like(correction.clipped),
+        correction.masked,
     )
 
 

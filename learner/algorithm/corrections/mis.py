@@ -6,9 +6,6 @@ mismatch" (2025); estimators of the divergence by Schulman, "Approximating KL di
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from learner.algorithm.corrections.base import (
     CorrectionInputs,
     CorrectionResult,
@@ -16,8 +13,7 @@ from learner.algorithm.corrections.base import (
     log_ratio,
     mask_weights,
 )
-from learner.algorithm.losses.base import MAX_LOG_RATIO
-from learner.algorithm.sequences import sequence_mean, sequence_sum
+from learner.algorithm.corrections.composed import divergence_values
 from learner.config import AlgorithmSection
 
 
@@ -41,18 +37,5 @@ def mis(facts: CorrectionInputs, algorithm: AlgorithmSection) -> CorrectionResul
     return mask_weights(
         facts,
         weight,
-        _divergence_values(facts, algorithm.mis_estimator, level) <= algorithm.correction_high,
+        divergence_values(facts, algorithm.mis_estimator, level) <= algorithm.correction_high,
     )
-
-
-def _divergence_values(facts: CorrectionInputs, estimator: str, level: str) -> Tensor:
-    """Return the divergence, (T,), in nats, never negative."""
-    log = log_ratio(facts, "token")
-    if estimator == "k2":
-        values = 0.5 * torch.square(log)
-    else:
-        values = log.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp() - 1 - log
-    if level == "token":
-        return values
-    reduce = sequence_sum if level == "sequence" else sequence_mean
-    return reduce(values, facts.sequence, facts.num_sequences)

@@ -13,5 +13,11 @@ LOSSES: Final[dict[str, str]] = {
     "reinforce": "learner.algorithm.losses.reinforce:reinforce",
     "starpo": "learner.algorithm.losses.starpo:starpo",
     "starpo_s": "learner.algorithm.losses.starpo:starpo_s",
+    "sapo": "learner.algorithm.losses.sapo:sapo",
+    "gmpo": "learner.algorithm.losses.gmpo:gmpo",
+    "dppo_tv": "learner.algorithm.losses.dppo:dppo_tv",
+    "dppo_kl": "learner.algorithm.losses.dppo:dppo_kl",
+    "clip_cov": "learner.algorithm.losses.covariance:clip_cov",
+    "kl_cov": "learner.algorithm.losses.covariance:kl_cov",
     "sft": "learner.algorithm.losses.sft:sft",
 }

@@ -23,6 +23,7 @@ class LossTokens:
     advantages: Tensor  # (T,)
     sequence: Tensor  # (T,) int64, index of the sequence, ascending
     num_sequences: int
+    selected: Tensor | None = None  # (T,) bool, tokens that a loss which selects treats differently
 
 
 class PolicyLoss(Protocol):

@@ -9,7 +9,7 @@ from learner.algorithm.traits import LossTraits, declares
 from learner.config import AlgorithmSection
 
 
-@declares(LossTraits())
+@declares(LossTraits(ratio=False))
 def reinforce(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-A log p``, (T,); without importance weights there are no statistics."""
     return -tokens.advantages * tokens.logprobs, {}

@@ -9,7 +9,7 @@ from learner.algorithm.traits import LossTraits, declares
 from learner.config import AlgorithmSection
 
 
-@declares(LossTraits())
+@declares(LossTraits(ratio=False))
 def sft(tokens: LossTokens, algorithm: AlgorithmSection) -> tuple[Tensor, dict[str, Tensor]]:
     """Return ``-w log p``, (T,); the weight w, 1 in demonstrations, replaces the advantage."""
     return -tokens.advantages * tokens.logprobs, {}

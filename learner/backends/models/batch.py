@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,15 @@ from torch import Tensor
 
 from learner.algorithm.samples import Array, TrainSample
 from learner.backends.models.packed_rows import PackedRow, SharedRow, pack_row
+
+
+@dataclass(frozen=True)
+class ObservedTokens:
+    """U tokens that were said to the policy between its trained ones, in order of the sequences."""
+
+    predictors: Tensor  # (U,) int64, as ``TokenBatch.predictors``
+    targets: Tensor  # (U,) int64, the tokens
+    sequence: Tensor  # (U,) int64, which sequence a token belongs to
 
 
 @dataclass(frozen=True)
@@ -43,6 +52,24 @@ class TokenBatch:
     # (1, L) int64, packed: each token's place in its own sequence
     position_ids: Tensor | None = None
     packing: PackedRow | None = None  # packed: where the sequences are
+    # (T,) bool, tokens that the loss treats differently; None where some sample has none
+    selected: Tensor | None = None
+    observed: ObservedTokens | None = None  # None: not asked for
+
+    def with_observed(self) -> TokenBatch:
+        """Return the batch with its observed tokens, at temperature 1, behind the trained ones."""
+        observed = self.observed
+        if observed is None:
+            return self
+        temperature = self.temperature
+        if temperature is not None:
+            temperature = torch.cat([temperature, temperature.new_ones(len(observed.targets))])
+        return replace(
+            self,
+            predictors=torch.cat([self.predictors, observed.predictors]),
+            targets=torch.cat([self.targets, observed.targets]),
+            temperature=temperature,
+        )
 
     def inputs(self) -> dict[str, Any]:
         """Return the arguments of a transformers model."""
@@ -59,7 +86,11 @@ class TokenBatch:
 
 
 def collate_samples(
-    samples: Sequence[TrainSample], device: torch.device, *, packed: bool = False
+    samples: Sequence[TrainSample],
+    device: torch.device,
+    *,
+    packed: bool = False,
+    with_observed: bool = False,
 ) -> TokenBatch:
     """Build the tensors of a slice; every sample has at least one trained token.
 
@@ -68,6 +99,7 @@ def collate_samples(
 
     Args:
         packed: all sequences in one row, for models that ``choose_attention`` accepted for it.
+        with_observed: also of what was said to the policy between its trained tokens.
     """
     lengths = [sample.num_inputs for sample in samples]
     tokens = [sample.token_ids[:n] for sample, n in zip(samples, lengths, strict=True)]
@@ -87,6 +119,16 @@ def collate_samples(
     def put(values: Array) -> Tensor:
         return torch.from_numpy(values).to(device, non_blocking=True)
 
+    def observed_tokens() -> ObservedTokens:
+        positions = [s.observed_positions for s in samples]
+        pairs = list(zip(samples, positions, strict=True))
+        places = [where[at - 1] for where, at in zip(indices, positions, strict=True)]
+        return ObservedTokens(
+            predictors=put(np.concatenate(places)),
+            targets=put(np.concatenate([s.token_ids[at] for s, at in pairs]).astype(np.int64)),
+            sequence=put(np.repeat(np.arange(len(samples)), [len(at) for at in positions])),
+        )
+
     def optional(name: str) -> Tensor | None:
         columns = [getattr(s, name) for s in samples]
         if any(column is None for column in columns):
@@ -98,6 +140,7 @@ def collate_samples(
         )
 
     taught = {name: put(column) for name, column in _teacher_columns(samples).items()}
+    selected = optional("selected")
     return TokenBatch(
         input_ids=put(ids),
         predictors=put(
@@ -120,6 +163,8 @@ def collate_samples(
         teacher_top_logprobs=taught.get("teacher_top_logprobs"),
         position_ids=None if row is None else put(row.places[None]),
         packing=None if row is None else pack_row(indices, device),
+        selected=None if selected is None else selected.bool(),
+        observed=observed_tokens() if with_observed else None,
     )
 
 

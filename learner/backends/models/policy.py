@@ -224,8 +224,8 @@ class PolicyModel:
         """Return what ``score`` does, and a function of the logits, from one pass.
 
         Args:
-            function: takes the logits of t of the T tokens and their part of the columns; returns
-                (t,).
+            function: takes the logits of t of the first T tokens and their part of the columns;
+                returns (t,).
             columns: (T, …) each.
         """
 
@@ -233,8 +233,9 @@ class PolicyModel:
             features = self.features(batch)
             logprobs, entropy = self.score_features(features, batch, entropy_grad=entropy_grad)
             width = MANY_COPIES * self._chunk_width
+            of_columns = features[: len(columns[0])]
             (values,) = map_chunks(
-                lambda *parts: (function(*parts),), self.logits, features, columns, width
+                lambda *parts: (function(*parts),), self.logits, of_columns, columns, width
             )
             return logprobs, entropy, values
 

@@ -44,6 +44,24 @@ def token_scores(
     return scores
 
 
+def token_energies(
+    logits: Tensor, targets: Tensor, temperature: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return each target's logprob, and the squared norm of its gradient by the logits.
+
+    The gradient is the target's unit vector minus the probabilities, so the norm is ``1 - 2 p +
+    sum over v of p_v^2``. Without gradient; arguments as for ``token_scores``.
+
+    Returns:
+        (T,) float32 each.
+    """
+    own = logits.float() if temperature is None else logits.float() / temperature[:, None]
+    logprobs = own.log_softmax(-1)
+    target_logprobs = logprobs.gather(1, targets[:, None])[:, 0]
+    squares = torch.square(logprobs.exp()).sum(-1)
+    return target_logprobs, (1.0 - 2.0 * target_logprobs.exp() + squares).clamp_min(0.0)
+
+
 class _TokenScores(torch.autograd.Function):
     @staticmethod
     def forward(

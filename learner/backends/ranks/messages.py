@@ -25,6 +25,7 @@ _DTYPES: Final = {
     "teacher_logprobs": "<f4",
     "teacher_top_ids": "<i4",
     "teacher_top_logprobs": "<f4",
+    "selected": "u1",
 }
 
 
@@ -64,6 +65,7 @@ class ScoreCommand(msgspec.Struct, frozen=True, tag=True):
     """Compute scores before the step; the reply is ``ColumnsReply``."""
 
     slices: list[list[SampleMessage]]
+    energies: bool = False  # measure them, too
 
 
 class StepCommand(msgspec.Struct, frozen=True, tag=True):

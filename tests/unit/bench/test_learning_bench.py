@@ -101,6 +101,8 @@ def test_every_arm_has_a_valid_configuration_and_a_place_of_its_own() -> None:
     arms = settings.plan(settings.SEEDS, quick=False)
     assert len({arm.path for arm in arms}) == len(arms)
     assert len(settings.plan([0], quick=True)) == 2 + len(settings.presets())
+    some = settings.plan([0], quick=True, names=["sapo", "opo"])
+    assert [arm.name for arm in some if arm.sweep == "algorithms"] == ["sapo", "opo"]
     assert {
         name for name in settings.presets() if settings.algorithm(name, 0).context == "steps"
     } == {"gigpo"}

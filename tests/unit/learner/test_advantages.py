@@ -103,6 +103,16 @@ def test_rloo_is_the_centred_reward_scaled(rewards):
     assert rloo.leave_one_out_advantages(values) == pytest.approx(expected, abs=1e-9)
 
 
+def test_reinforce_discounts_per_turn():
+    # Turns earn 1, and 3 with what reward hubs added. gamma 0.5 per turn: 3 on the last, 1 + 1.5 =
+    # 2.5 on both tokens of the first. Per token it would be 1.25, 2.5, 3.
+    group = [trajectory(4.0, [(1, 3, 1.0), (4, 5, 2.0)], 6)]
+    (values,) = reinforce.estimate(group, AlgorithmSection(gamma=0.5, discount="turn"))
+    assert values.tolist() == [0, 2.5, 2.5, 0, 3, 0]
+    (values,) = reinforce.estimate(group, AlgorithmSection(gamma=0.5))
+    assert values.tolist() == [0, 1.25, 2.5, 0, 3, 0]
+
+
 def test_spread_over_sampled_tokens():
     group = [
         trajectory(1.0, [(2, 4, 0.0), (5, 6, 1.0)], 7),

@@ -85,12 +85,35 @@ def test_an_unknown_preset_lists_those_there_are(name: str) -> None:
 
 def test_what_the_estimators_and_losses_declare() -> None:
     assert {trait.name: estimators_with(trait.name) for trait in fields(EstimatorTraits)} == {
-        "whole_batch": ["gae", "gdpo", "reinforce++", "reinforce++_baseline"],
+        "whole_batch": [
+            "gae",
+            "gdpo",
+            "gpg",
+            "optimal_token_baseline",
+            "reinforce++",
+            "reinforce++_baseline",
+        ],
         "needs_critic": ["gae"],
-        "compares_group": ["dr_grpo", "gdpo", "gigpo", "grpo", "reinforce++_baseline", "rloo"],
-        "counts_episodes": ["dr_grpo", "gigpo", "grpo", "rloo"],
+        "compares_group": [
+            "dr_grpo",
+            "gdpo",
+            "gigpo",
+            "gpg",
+            "grpo",
+            "grpo_passk",
+            "maxrl",
+            "opo",
+            "optimal_token_baseline",
+            "reinforce++_baseline",
+            "rloo",
+        ],
+        "counts_episodes": ["dr_grpo", "gigpo", "grpo", "grpo_passk", "maxrl", "opo", "rloo"],
         "compares_steps": ["gigpo"],
         "greedy_baseline": ["remax"],
+        "discounts": ["gae", "optimal_token_baseline", "reinforce", "reinforce++"],
+        "divides_by_mean": ["maxrl"],
+        "needs_energies": ["optimal_token_baseline"],
+        "takes_pass_k": ["grpo_passk"],
         "reads_parts": ["gdpo"],
     }
     traits = {name: resolve("losses", name, LOSSES).traits for name in LOSSES}
@@ -100,6 +123,7 @@ def test_what_the_estimators_and_losses_declare() -> None:
         "starpo_s",
     }
     assert {name for name, found in traits.items() if not found.kl} == {"starpo_s"}
+    assert {name for name, found in traits.items() if not found.ratio} == {"reinforce", "sft"}
 
 
 def test_a_users_estimator_and_loss_are_checked_by_what_they_declare(tmp_path: Path) -> None:
@@ -170,7 +194,7 @@ LAKE = {
                 "domains": {"lake": {**LAKE, "context": "steps"}},
             },
             "domains.lake.context: 'steps' is not allowed; full with algorithm.adv_estimator remax; with steps: "
-            "dr_grpo, gigpo, grpo, rloo",
+            "dr_grpo, gigpo, grpo, grpo_passk, maxrl, opo, rloo",
         ),
         (
             {
@@ -340,6 +364,8 @@ def test_groups_of_one_are_enough_for_remax() -> None:
         ({"pg_variant": "gspo"}, "seq-mean-token-mean"),
         ({"pg_variant": "gspo", "loss_agg_mode": "token-mean"}, "token-mean"),
         ({"pg_variant": "cispo"}, "token-mean"),
+        ({"pg_variant": "sapo"}, "seq-mean-token-mean"),
+        ({"pg_variant": "gmpo"}, "seq-mean-token-mean"),
     ],
 )
 def test_gspo_averages_over_sequences_unless_told_otherwise(

@@ -109,6 +109,8 @@ def test_when_the_models_are_asked() -> None:
     assert not scores_needed(AlgorithmSection(num_epochs=2))
     assert scores_needed(AlgorithmSection(kl_coef=0.1, kl_placement="reward"))
     assert scores_needed(AlgorithmSection(critic=CriticSection(enabled=True)))
+    assert not scores_needed(AlgorithmSection(correction="opsm", num_minibatches=2, bypass=True))
+    assert scores_needed(AlgorithmSection(pg_variant="clip_cov"))
 
 
 def test_kl_in_the_reward_of_a_group_by_hand() -> None:
@@ -195,6 +197,33 @@ def test_a_greedy_baseline_pays_for_its_divergence_as_the_others_do() -> None:
 
     found = assembly("remax", kl_coef=0.2, kl_placement="reward").batch([asked], score, 0.2)
     assert trained(found) == [pytest.approx([0.9] * 3), pytest.approx([-0.4] * 3), []]
+
+
+def test_tokens_are_selected_over_the_whole_step() -> None:
+    # Twelve tokens. Six have advantages 0.5 and -0.5, and logprobs -1 and -2: means 0 and -1.5, so
+    # covariances of 0.25. The rows of group 2 have no advantage. Half of twelve: these six.
+    def score(samples: Sequence[TrainSample]) -> list[SampleScores]:
+        return [
+            SampleScores(logprobs=np.full(3, value, np.float32))
+            for value, _ in zip((-1.0, -2.0, -1.5, -1.5), samples, strict=True)
+        ]
+
+    settings: dict[str, Any] = {"pg_variant": "kl_cov", "norm_std": False, "cov_share": 0.5}
+    own = assembly(**settings)
+    assert own.needs_batch
+    assert own.needs_scores
+    found = own.batch([group(1, [1.0, 0.0]), group(2, [0.0, 0.0])], score)
+    assert [one.selected.sum() for one in found if one.selected is not None] == [3, 3, 0, 0]
+    assert assembly().batch(GROUPS)[0].selected is None
+
+
+def test_energies_reach_the_estimator() -> None:
+    # Equal energies: the plain mean of the returns of 1 and 0.
+    own = assembly("optimal_token_baseline")
+    assert own.needs_batch
+    assert own.needs_scores
+    found = own.batch([group(1, [1.0, 0.0])], constant(energies=0.5, logprobs=-1.0))
+    assert trained(found) == [pytest.approx([0.5] * 3), pytest.approx([-0.5] * 3)]
 
 
 def test_starpo_s_trains_on_the_most_varied_groups_alone() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import msgspec
 import numpy as np
 import pytest
@@ -23,7 +25,9 @@ from learner.algorithm.advantages import (
 from learner.algorithm.advantages.base import (
     BatchRow,
     discounted_returns,
+    step_discounts,
     token_rewards,
+    token_turns,
     whiten_arrays,
 )
 from learner.algorithm_checks import estimators_with
@@ -66,7 +70,8 @@ def row(
         group,
         np.array(rewards),
         None if values is None else np.array(values),
-        trained,
+        trained=trained,
+        energies=np.ones(len(rewards)),
         parts={"env": sum(rewards)},
     )
 
@@ -176,6 +181,26 @@ def test_gae_targets_come_from_advantages_before_whitening() -> None:
     assert found.advantages.tolist() == pytest.approx([0.6190433, 0.5346283, -1.1536715])
 
 
+def test_gae_discounts_per_turn_by_hand() -> None:
+    # The same with turns 0, 0, 1: the first token discounts nothing. delta_0 = 0 + 2 - 1 = 1, A_0 =
+    # 1 + 0.5 * 1.25 = 1.625; A_1 and A_2 as above. Targets A + V, which are not whitened.
+    one = dataclasses.replace(row([0.0, 1.0, 2.0], [1.0, 2.0, 3.0]), turns=np.array([0, 0, 1]))
+    section = AlgorithmSection(gamma=0.9, gae_lambda=0.5, discount="turn")
+    (found,) = gae.estimate([one], section)
+    assert found.returns is not None
+    assert found.returns.tolist() == pytest.approx([2.625, 3.25, 2.0])
+
+
+def test_turns_and_discounts_of_tokens() -> None:
+    # Tokens 1, 2, 5, 6 in two turns; 3 and 4 are the environment's.
+    turns = token_turns(trajectory([(1, 3, 0.0, ""), (5, 7, 0.0, "")], 8))
+    assert turns.tolist() == [0, 0, 1, 1]
+    per_turn = AlgorithmSection(gamma=0.5, discount="turn")
+    assert step_discounts(turns, per_turn).tolist() == [1.0, 0.5, 1.0, 0.5]
+    assert step_discounts(turns, AlgorithmSection(gamma=0.5)).tolist() == [0.5] * 4
+    assert step_discounts(turns[:0], per_turn).tolist() == []
+
+
 @some
 @given(st.lists(st.tuples(st.floats(-5, 5), st.floats(-5, 5)), min_size=1, max_size=20))
 def test_gae_with_lambda_one_is_the_return_minus_the_value(
@@ -252,7 +277,8 @@ def test_an_episode_cut_into_steps_counts_once(name: str) -> None:
     ]
     estimate = resolve("advantages", name, ADVANTAGES)
     joined, apart = estimate(whole, AlgorithmSection()), estimate(steps, AlgorithmSection())
-    assert joined[0][1] > 0 > joined[1][1]
+    # of k tries the best alone has an advantage
+    assert joined[0][1] > 0 >= joined[1][1]
     assert [joined[0][1], joined[0][3], joined[1][1]] == [apart[0][1], apart[1][3], apart[2][1]]
 
 

@@ -34,6 +34,22 @@ def test_dpo_by_hand():
     assert slope.item() == pytest.approx(-0.5 * 0.2689414213699951)
 
 
+def test_label_smoothing_by_hand():
+    # Margin 1 as above, s = 0.1: 0.9 * 0.3132617 + 0.1 * 1.3132617 = 0.4132617. The slope by the
+    # margin is 0.9 * -0.2689414 + 0.1 * 0.7310586 = -0.1689414, times beta 0.5. It is 0 at ln 9.
+    batch = pairs(-2.0, -5.0, -3.0, -4.0)
+    batch.chosen.requires_grad_()
+    losses, margins = dpo(batch, 0.5, label_smoothing=0.1)
+    assert margins.tolist() == [1.0]
+    assert losses.item() == pytest.approx(0.4132616875)
+    (slope,) = torch.autograd.grad(losses.sum(), batch.chosen)
+    assert slope.item() == pytest.approx(-0.5 * 0.1689414214)
+    least = pairs(math.log(9), 0.0, 0.0, 0.0)
+    least.chosen.requires_grad_()
+    dpo(least, 1.0, label_smoothing=0.1)[0].sum().backward()
+    assert least.chosen.grad.item() == pytest.approx(0.0, abs=1e-12)
+
+
 def test_ipo_by_hand():
     # Log-ratios: chosen -2 + 4 = 2 over 4 tokens is 0.5; rejected -5 + 3 = -2 over 2 tokens is -1.
     # h = 1.5. beta 0.25 draws h to 1 / (2 * 0.25) = 2: loss (1.5 - 2)^2 = 0.25, derivative by h 2 *
