@@ -29,8 +29,8 @@ ARMS: Final[Mapping[str, tuple[str, ...]]] = {
     "none": ("domains.sokoban.curriculum=null",),
     "curriculum": (),
 }
-# A success that is hardly above the start is noise.
-MIN_GAIN: Final = 0.02
+# A success that is hardly above the start is noise: of 256 levels it has a standard error of 0.03.
+MIN_GAIN: Final = 0.05
 
 
 class CurriculumArm(WatchedArm):
@@ -89,7 +89,8 @@ def measure_seed(options: argparse.Namespace, seed: int, model: str) -> dict[str
     """Run what is missing of a seed, and return its row."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for name, own in ARMS.items():
-        settings = [*MEASURED, f"run.seed={seed}", *own, *options.overrides]
+        # The arm's own settings come last, so that no override brings the curriculum back.
+        settings = [*MEASURED, f"run.seed={seed}", *options.overrides, *own]
         path = options.out.absolute() / f"{name}.seed{seed}.json"
         config = validate(load(CONFIG, [*settings, "run.name=arm"]))
         result = kept(path, settings)

@@ -55,7 +55,7 @@ class Recipe:
 
 RECIPES: Final[Mapping[str, Recipe]] = {
     "lakes": Recipe("configs/quickstart.yaml", {"lake": "frozen lakes, 4x4"}),
-    "number_line": Recipe("configs/number_line.yaml", {"line": "NumberLine, 0 to 9"}),
+    "number_line": Recipe("configs/number_line.yaml", {"line": "NumberLine, 0 to 14"}),
     "valid_actions": Recipe(
         "configs/valid_actions.yaml",
         {"lake": "frozen lakes, from few demonstrations"},

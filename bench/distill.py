@@ -1,4 +1,7 @@
-"""Compare distillation from a served teacher with GRPO: ``python -m bench.distill [--small]``.
+"""Compare distillation from a served teacher with GRPO.
+
+    python -m bench.distill [--lrs 0.001,0.002,0.004]
+
 
 A teacher learns the quickstart's lakes from good demonstrations. A smaller student then starts from
 bad ones, once for each method and learning rate, with the same evaluations: the teacher alone
@@ -163,7 +166,7 @@ def compare(
 def measure(folder: Path, scale: Scale) -> dict[str, Any]:
     """Run everything and return the figures."""
     began = time.monotonic()
-    common = [f"eval.tasks={scale.tasks}", "eval.baseline=null", *scale.overrides]
+    common = [f"eval.tasks={scale.tasks}", 'eval.baseline=""', *scale.overrides]
     steps = f"train.steps={scale.teacher_steps}"
     ends = [
         f"eval.every_steps={scale.teacher_steps}",
@@ -175,14 +178,14 @@ def measure(folder: Path, scale: Scale) -> dict[str, Any]:
     taught = [f"teachers.big.model_path={weights}", *common]
     student = "configs/teacher.yaml"
     curves: dict[str, list[list[Evaluated]]] = {"distill": [], "grpo": []}
-    for lr in scale.lrs:
+    for number, lr in enumerate(scale.lrs):
         distill = [*taught, f"train.lr={lr}", f"train.steps={scale.steps}", "eval.every_steps=2"]
-        rows = run_up(folder, f"distill-{lr:g}", student, [*distill, "eval.at_start=true"])
-        curves["distill"].append(read_evaluations(rows, episodes_of(folder / f"distill-{lr:g}")))
+        rows = run_up(folder, f"distill-{number}", student, [*distill, "eval.at_start=true"])
+        curves["distill"].append(read_evaluations(rows, episodes_of(folder / f"distill-{number}")))
         grpo = [*common, *GRPO, f"train.lr={lr}", f"train.steps={scale.grpo_steps}"]
         every = f"eval.every_steps={max(scale.grpo_steps // 16, 1)}"
-        rows = run_up(folder, f"grpo-{lr:g}", student, [*grpo, every, "eval.at_start=true"])
-        curves["grpo"].append(read_evaluations(rows, episodes_of(folder / f"grpo-{lr:g}")))
+        rows = run_up(folder, f"grpo-{number}", student, [*grpo, every, "eval.at_start=true"])
+        curves["grpo"].append(read_evaluations(rows, episodes_of(folder / f"grpo-{number}")))
     figures = compare(teacher, curves)
     killed = [*taught, f"train.steps={scale.steps}", "eval.every_steps=0"]
     rows = run_up(folder, "killed", student, killed, kills=scale.kills)
@@ -211,6 +214,17 @@ def episodes_of(run: Path) -> int:
     return settings.train.groups_per_step * settings.domains["lake"].group_size
 
 
+def parse_rates(text: str) -> list[float]:
+    """Return the learning rates of an option."""
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or min(rates) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not allowed; numbers above 0, with commas")
+    return rates
+
+
 def main() -> int:
     """Print the figures; return 2 if a run fails."""
     parser = argparse.ArgumentParser(
@@ -219,11 +233,19 @@ def main() -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--small", action="store_true", help="two steps of each, for CI")
+    parser.add_argument(
+        "--lrs",
+        type=parse_rates,
+        default=LRS,
+        metavar="RATES",
+        help=f"learning rates of both methods ({','.join(map(str, LRS))})",
+    )
     parser.add_argument("--out", type=Path, default=Path("runs/distill"), help="folder of the runs")
     options = parser.parse_args()
     folder = options.out.absolute() / time.strftime("%Y%m%d-%H%M%S")
     try:
-        print(json.dumps(measure(folder, SMALL if options.small else Scale())))
+        scale = SMALL if options.small else Scale(lrs=options.lrs)
+        print(json.dumps(measure(folder, scale)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -64,7 +64,7 @@ def _check_teacher(name: str, settings: RunSettings, tokenizer: Tokenizer | None
     """
     from envhub.envs import AGENTS
     from rlearner_text.tokenizer import Tokenizer
-    from rlearner_text.vocabulary import vocabulary_difference
+    from rlearner_text.vocabularies.difference import vocabulary_difference
 
     teacher = settings.teachers[name]
     for domain_name, domain in settings.domains.items():
@@ -81,8 +81,8 @@ def _check_teacher(name: str, settings: RunSettings, tokenizer: Tokenizer | None
     difference = vocabulary_difference(tokenizer, loaded)
     if difference and teacher.tokenizer == "same":
         allowed = (
-            f"a model with the policy's vocabulary ({difference}), or set teachers.{name}.tokenizer "
-            "to aligned"
+            f"a model with the policy's vocabulary ({difference}), or set "
+            f"teachers.{name}.tokenizer to aligned"
         )
         raise ConfigError(key, teacher.model_path, allowed)
 

@@ -36,7 +36,7 @@ class EpisodeTask:
         ticket: number of the ticket, 0 for evaluations and trials.
         step: training step that the group is expected in, -1 unknown.
         episode: number in the group, from 0.
-        draw: mixed into the seeds of sampling, 0: not; it makes a task that comes back sample others.
+        draw: mixed into the seeds of sampling, 0: not; a task that comes back samples others.
         record: whether to keep text frames for a replay.
     """
 

@@ -10,8 +10,7 @@ import msgspec
 from broker.contract import wire
 from broker.settings.config import DomainSection, RewardConfig
 from broker.settings.run_settings import RunSettings
-from rewardhub.config import all_pools
-from rewardhub.routing import ENV
+from rewardhub.config import ENV, all_pools
 from rewardhub.score_dispatcher import ScoreDispatcher
 from rewardhub.scoring_job import rescore_group
 

@@ -76,6 +76,7 @@ EXAMPLES: Final = {
         "rlearner rescore quick reward.length.weight=0.5",
         "rlearner rescore math 'domains.math.rewards=[{name: math_answer}]' --out new.jsonl",
     ],
+    "rlearner data": ["rlearner data sample train.jsonl --by level --n 500 --out small.jsonl"],
     "rlearner data sample": [
         "rlearner data sample train.jsonl --by level --n 500 --out small.jsonl",
         (

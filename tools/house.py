@@ -67,8 +67,8 @@ REACHED: Final[Mapping[str, float]] = {
     "max_modules_per_folder": 26,
     "functions_over_45_statements": 8,
     "stray_unit_tests": 162,
-    "statements_share": 1.102,
-    "bench_lines": 23_740,
+    "statements_share": 1.175,
+    "bench_lines": 24_500,
 }
 
 

@@ -61,7 +61,8 @@ def _feed(todo: SimpleQueue[ArmSettings], folder: Path, warm_starts: Mapping[str
             except Empty:
                 break
             figures: dict[str, Any] = {"arm": asdict(arm), "folder": str(folder)}
-            print(json.dumps(figures | {"warm_start": warm_starts[arm.context]}))
+            line = json.dumps(figures | {"warm_start": warm_starts[arm.context]})
+            print(line, file=child.stdin, flush=True)
             answer = child.stdout.readline()
             if not answer:
                 print(

@@ -670,8 +670,8 @@ def _check_presence(presence: wire.Presence) -> None:
 def _check_reply(reply: wire.GenerateReply) -> None:
     """Columns have k values each, and version runs count them. With finish_reason `error` or
     `busy`, error is set and k is 0. top_ids and top_logprobs come together, with the same number of
-    values for each of k sampled tokens. prompt_logprobs are finite and at most 0.001. reshaped holds
-    0 and 1."""
+    values for each of k sampled tokens. prompt_logprobs are finite and at most 0.001. reshaped
+    holds 0 and 1."""
     ids = reply.token_ids
     logprobs = reply.logprobs
     n = len(ids.data) // 4

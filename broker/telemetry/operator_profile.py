@@ -16,6 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from broker.errors import UserError
+from broker.system.private_files import private_folder, private_write, replace
+
 log = logging.getLogger(__name__)
 
 # Work recorded of one step: its events stay in memory until they are written.
@@ -174,16 +177,16 @@ class StepProfiler:
         path = self._plan.folder / f"{self._plan.name}-step-{self._step}.json.gz"
         partial = path.with_name(f".{path.name}")
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            private_folder(path.parent)
             recording.export_chrome_trace(str(partial))
             size = partial.stat().st_size
             if size > MAX_TRACE_BYTES:
                 partial.unlink()
                 log.warning("train.profile: the trace of step %d is too large", self._step)
                 return
-            os.replace(partial, path)
-        except OSError as error:
-            log.warning("train.profile: %s is not written: %s", path, error.strerror)
+            replace(partial, path)
+        except (OSError, UserError) as error:
+            log.warning("train.profile: %s is not written: %s", path, error)
             return
         log.info("train.profile: step %d is in %s, %d KiB", self._step, path, size >> 10)
 
@@ -193,6 +196,7 @@ class StepProfiler:
             log.info("train.profile: %s", line)
         path = plan.folder / f"{plan.name}.txt"
         try:
-            path.write_text("\n".join([*lines, ""]), encoding="utf-8")
-        except OSError as error:
-            log.warning("train.profile: %s is not written: %s", path, error.strerror)
+            private_folder(plan.folder)
+            private_write(path, "\n".join([*lines, ""]).encode())
+        except (OSError, UserError) as error:
+            log.warning("train.profile: %s is not written: %s", path, error)

@@ -18,11 +18,10 @@ import tempfile
 from pathlib import Path
 
 PROMPT = "Add up the numbers in numbers.txt and write their sum, digits only, to sum.txt."
-# what these programs would send to others than their model
+# what Claude Code would send to other hosts than its endpoint
 QUIET = {
     "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
     "DISABLE_AUTOUPDATER": "1",
-    "CODEX_DISABLE_UPDATE_CHECK": "1",
 }
 
 
@@ -45,7 +44,9 @@ def codex() -> list[str]:
     fields = [
         f"model_providers.rlearner.{key}={json.dumps(value)}" for key, value in provider.items()
     ]
-    settings = ['model_provider="rlearner"', "check_for_update_on_startup=false", *fields]
+    # updates, statistics and the list of plug-ins would be asked for at other hosts
+    silent = ["check_for_update_on_startup", "analytics.enabled", "features.plugins"]
+    settings = ['model_provider="rlearner"', *[f"{name}=false" for name in silent], *fields]
     command = [os.environ.get("CODEX", "codex"), "exec", "--skip-git-repo-check"]
     command += ["--dangerously-bypass-approvals-and-sandbox", "-m", os.environ["OPENAI_MODEL"]]
     for setting in settings:

@@ -16,9 +16,9 @@ from broker.runtime.spans import SpanRecorder
 from broker.settings.run_settings import RunSettings
 from broker.settings.schema.teaching import TeacherSection
 from envhub.domain import Domain
+from envhub.episodes.translated_turn import TranslatedTurn
 from envhub.servers.turn import SampledTurn, TurnFailed, TurnRequest
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask, PromptText
-from rlearner_text.span_alignment import spread_logprobs, token_ends
 from rlearner_text.template_rules import rules_for
 from rlearner_text.tokenizer import Tokenizer
 
@@ -158,19 +158,19 @@ class TeacherScorer:
     ) -> wire.Trajectory:
         trajectory = result.trajectories[index]
         prompt = result.prompts[index] if result.prompts else None
+        translated = None
         if teacher.tokenizer is not None:
             assert prompt is not None
-            context, text_ids = self._translate(teacher, trajectory, prompt, result.reference)
+            translated = TranslatedTurn.of(trajectory, prompt, self._tokenizer, teacher.tokenizer)
+            opening = self._prompt_ids(teacher, teacher.tokenizer, prompt, result.reference)
+            context = TeacherContext([*opening, *translated.text_ids, *translated.end_ids], 0)
         else:
             context = self._context(teacher, trajectory, prompt, result.reference)
-            text_ids = []
         reply = await self._ask(teacher, f"{task.id}.{index}.teacher", context.token_ids)
         assert reply.prompt_logprobs is not None
-        logprobs = np.array(reply.prompt_logprobs.array())
-        if teacher.tokenizer is not None:
-            values = self._align(teacher.tokenizer, trajectory, text_ids, logprobs)
-        else:
-            values = logprobs
+        values = np.array(reply.prompt_logprobs.array())
+        if translated is not None and teacher.tokenizer is not None:
+            values = translated.align(values, self._tokenizer, teacher.tokenizer)
         return replace(
             trajectory,
             teacher=make_scores(teacher, trajectory, context.offset, values, reply),
@@ -225,58 +225,6 @@ class TeacherScorer:
             self._generator.forget(name)
         assert turn.scored is not None
         return turn.scored
-
-    def _translate(
-        self, teacher: Teacher, trajectory: wire.Trajectory, prompt: PromptText, reference: str
-    ) -> tuple[TeacherContext, list[int]]:
-        """Return the only turn in the teacher's tokens, behind its prompt, and the turn's alone."""
-        tokenizer = teacher.tokenizer
-        assert tokenizer is not None
-        text, is_ended = self._turn_text(trajectory)
-        rules = rules_for(tokenizer, *prompt.opening)
-        text_ids = tokenizer.encode_continuation(tokenizer.shield(text))
-        end_ids = list(rules.ending("user"))[:1] if is_ended else []
-        opening = self._prompt_ids(teacher, tokenizer, prompt, reference)
-        token_ids = [*opening, *text_ids, *end_ids]
-        return TeacherContext(token_ids, 0), text_ids
-
-    def _turn_text(self, trajectory: wire.Trajectory) -> tuple[str, bool]:
-        """Return the text of the only turn, and whether the policy ended it with a token."""
-        turn = trajectory.turns[0]
-        token_ids = trajectory.token_ids.array()[turn.start : turn.end].tolist()
-        is_ended = bool(token_ids) and token_ids[-1] in self._tokenizer.eos_token_ids
-        text_ids = token_ids[:-1] if is_ended else token_ids
-        return self._tokenizer.decode(text_ids, skip_special_tokens=False), is_ended
-
-    def _align(
-        self,
-        tokenizer: Tokenizer,
-        trajectory: wire.Trajectory,
-        text_ids: Sequence[int],
-        logprobs: npt.NDArray[np.float32],
-    ) -> npt.NDArray[np.float32]:
-        """Return the logprobs at the trajectory's positions, as ``make_scores`` reads them."""
-        turn = trajectory.turns[0]
-        token_ids = trajectory.token_ids.array()[turn.start : turn.end].tolist()
-        own_logprobs = trajectory.logprobs.array()[turn.start : turn.end].tolist()
-        _, is_ended = self._turn_text(trajectory)
-        num_own = len(token_ids) - is_ended
-        num_other = len(text_ids) + is_ended
-        of_turn = logprobs[len(logprobs) - num_other :].tolist()
-        try:
-            spread = spread_logprobs(
-                token_ends(self._tokenizer, token_ids[:num_own]),
-                own_logprobs[:num_own],
-                token_ends(tokenizer, text_ids),
-                of_turn[: len(text_ids)],
-            )
-        except ValueError:
-            # Bytes that are no text cannot be aligned; the policy's own words must not fail an
-            # episode, so the teacher says nothing about them.
-            spread = own_logprobs[:num_own]
-        values = np.zeros(turn.end - 1, np.float32)
-        values[turn.start - 1 :] = [*spread, *of_turn[len(text_ids) :]]
-        return values
 
 
 def make_scores(

@@ -18,7 +18,7 @@ from learner.offline.data import load_examples
 from learner.offline.supervised import optimizer_metrics
 from rlearner_text.rows.sources import DataSource
 from rlearner_text.tokenizer import Tokenizer
-from rlearner_text.vocabulary import vocabulary_difference
+from rlearner_text.vocabularies.difference import vocabulary_difference
 
 if TYPE_CHECKING:
     from learner.offline.served_teacher import ServedTeacher

@@ -35,6 +35,6 @@ def add_parser(subparsers: Any) -> None:
 
 
 def _sample_rows(options: argparse.Namespace) -> int:
-    from rlearner.data.sampling import sample_file
+    from rlearner.data.subsets import sample_file
 
     return sample_file(options)

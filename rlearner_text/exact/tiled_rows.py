@@ -67,7 +67,7 @@ def map_elements(function: Elementwise, values: Tensor) -> Tensor:
     if len(padded) <= _PIECE:
         result = function(padded)
     else:
-        result = torch.cat([function(piece) for piece in padded.split(_PIECE)])
+        result = torch.cat([function(piece) for piece in torch.split(padded, _PIECE)])
     return result[: values.numel()].view(values.shape)
 
 

@@ -86,8 +86,8 @@ def bound_socket(bind: str, port: int) -> socket.socket:
 class HttpServer:
     """Serves the paths of ``OpenAIRoutes`` and ``AnthropicRoutes``, /v1/models and /health.
 
-    Errors have the form of the request's protocol. A client that disconnects aborts its request. A stream sends tokens as the engine streams them,
-    or in one piece if it does not.
+    Errors have the form of the request's protocol. A client that disconnects aborts its request. A
+    stream sends tokens as the engine streams them, or in one piece if it does not.
 
     Args:
         tokenizer: of the model served.

@@ -121,7 +121,7 @@ class EventStream:
         return self._response
 
     async def _wait_tokens(self, request: web.Request) -> None:
-        """Wait for tokens or an end, and keep a stream that has begun alive meanwhile."""
+        """Wait for tokens or an end, and keep a stream that has begun alive."""
         while not self._has_tokens.is_set():
             if self._form.idle_event is None or not self._response.prepared:
                 await self._has_tokens.wait()

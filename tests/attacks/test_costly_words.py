@@ -53,8 +53,22 @@ UNITS: Final = {
     "escapes": "\x1b[2J",
     "actions": "<answer>Up</answer>\n",
 }
+# no text follows the first; the others read all of it
+ROW: Final = {
+    "instruction_id_list": [
+        "keywords:existence", "language:response_language", "length_constraints:number_sentences",
+        "detectable_format:json_format", "detectable_format:title",
+        "detectable_content:number_placeholders", "change_case:english_lowercase",
+    ],
+    "kwargs": [
+        {"keywords": ["zebra"]}, {"language": "en"}, {"num_sentences": 2, "relation": "at least"},
+        {}, {}, {"num_placeholders": 1}, {},
+    ],
+}  # fmt: skip
 REWARDS: Final[dict[str, dict[str, Any]]] = {
     "math_answer": {},
+    "verifier": {},
+    "instruction_following": {},
     "format": {"pattern": r".*<answer>.*</answer>\s*"},
     "length": {"max_tokens": 10, "cache_tokens": 5},
 }
@@ -68,7 +82,7 @@ def _hostile(name: str) -> str:
 def _sample(response: str) -> Sample:
     return Sample(
         domain="d", task_index=1, prompt="1+1?", response=response, reference="2", reward=0.0, reward_parts={},
-        success=False, end="terminated", num_turns=1, num_tokens=9, metrics={},
+        success=False, end="terminated", num_turns=1, num_tokens=9, metrics={}, row=ROW,
     )  # fmt: skip
 
 

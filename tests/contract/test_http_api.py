@@ -308,7 +308,7 @@ async def test_a_judge_asks_it(served: Api, monkeypatch: pytest.MonkeyPatch) -> 
         NoScore, match=r"^domain 'd', task 1: the judge gave no score from 0 to 10 in 2 answers"
     ):
         await judge.score(sample)  # an engine without a model says what chance says
-    await judge._endpoint.close()
+    await judge.client.close()
     assert served.engine.stats().finished
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from declared_metrics import undeclared
+from process_models import SEPARATOR, make_sample, write_classifier
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from broker.settings.config import RewardConfig
@@ -185,6 +186,16 @@ def test_an_implicit_reward_model_rewards_what_it_was_trained_with(place: Path) 
         turns = [value for one in scored if isinstance(one.value, list) for value in one.value]
         assert len(turns) == NUM_HELD_OUT
         assert sum(turns) / NUM_HELD_OUT == pytest.approx(last[f"eval/{answer}_reward"], abs=1e-4)
+
+
+def test_steps_are_scored_in_the_process_of_a_hub(tmp_path: Path) -> None:
+    folder = write_classifier(tmp_path / "model")
+    args = {"path": str(folder), "separator": SEPARATOR}
+    (scored,) = scores_of_hub("process_reward", args, [make_sample("one\n\ntwo", "three")])
+    assert isinstance(scored.value, list)
+    assert len(scored.value) == 2
+    assert all(0 < value < 1 for value in scored.value)
+    assert scored.notes == {"steps": 3.0, "lowest": min(scored.value), "truncated": 0.0}
 
 
 def refused(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,7 +22,7 @@ from rlearner_text.exact.blockwise_attention import attend_causally
 EXACT_NAME: Final = "rlearner_exact"
 
 
-class CausalAttention(torch.autograd.Function):
+class BlockwiseAttention(torch.autograd.Function):
     """``attend_causally`` with the gradient of torch's attention."""
 
     @staticmethod
@@ -53,7 +53,7 @@ class ExactAttention(SequenceAttention):
         if is_local or self.softcap is not None or self.sinks is not None:
             raise InexactAttentionError("its attention has windows, caps or sinks")
         scaling = query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
-        apply: Callable[..., Tensor] = CausalAttention.apply
+        apply: Callable[..., Tensor] = BlockwiseAttention.apply
         return apply(query, key, value, scaling)
 
 

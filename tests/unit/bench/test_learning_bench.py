@@ -97,6 +97,21 @@ def test_only_results_with_these_settings_count(tmp_path: Path) -> None:
     assert pool.result(tmp_path, arm) is None
 
 
+def test_workers_get_their_arms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = tmp_path / "python"
+    reply = f'while read -r line; do echo "$line" >>{tmp_path}/lines; echo "{{}}"; done'
+    worker.write_text(f"#!/bin/sh\n{reply}\n")
+    worker.chmod(0o755)
+    monkeypatch.setattr(pool.sys, "executable", str(worker))
+    arms = [settings.algorithm("opo", 0), settings.algorithm("sapo", 0)]
+    pool.run(arms, tmp_path, {"full": "model"}, num_workers=1)
+    lines = [json.loads(line) for line in (tmp_path / "lines").read_text().splitlines()]
+    assert [(line["arm"]["name"], line["warm_start"]) for line in lines] == [
+        ("opo", "model"),
+        ("sapo", "model"),
+    ]
+
+
 def test_every_arm_has_a_valid_configuration_and_a_place_of_its_own() -> None:
     arms = settings.plan(settings.SEEDS, quick=False)
     assert len({arm.path for arm in arms}) == len(arms)

@@ -102,7 +102,12 @@ def test_trusted_owner_is_refused_secrets_alone() -> None:
 def test_shipped_configurations(preset: Path) -> None:
     config = load(str(preset))
     if "domains" in config and "sft" not in config:
-        assert keys(config) == ([("domains.guess.env", "trust")] if preset.stem == "agent" else [])
+        expected = {
+            "agent": [("domains.guess.env", "trust")],
+            "coding_agents": [(f"domains.{name}.env", "trust") for name in config["domains"]],
+            "rubric": [("domains.constraints.rewards.1.args.base_url", "endpoint")],
+        }
+        assert keys(config) == expected.get(preset.stem, [])
 
 
 def test_validated_configuration_is_refused_as_before() -> None:

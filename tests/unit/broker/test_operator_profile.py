@@ -128,3 +128,15 @@ def test_steps_make_a_plan(tmp_path: Path) -> None:
     single = parse("train.profile", {"steps": 4}, ProfileSection)
     assert single.plan(tmp_path, "learner") == plan(tmp_path, 4, 4)
     assert ProfileSection().plan(tmp_path, "learner") is None
+
+
+def test_a_folder_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "profile").write_text("in the way")
+    profiler = StepProfiler(plan(tmp_path, 1, 1))
+    with profiler.record(1):
+        multiply()
+    profiler.end(1)
+    assert "learner-step-1.json.gz is not written: " in caplog.text
+    assert "learner.txt is not written: " in caplog.text

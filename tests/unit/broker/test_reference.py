@@ -49,8 +49,10 @@ def test_every_setting_of_a_run_is_described_once() -> None:
     described = [setting.key for setting in describe_settings()]
     assert len(described) == len(set(described))
     domain = {"env": "frozenlake", "rewards": [{"name": "format"}]}
-    values = RunSettings.model_validate({"domains": {"DOMAIN": domain}}).model_dump()
-    lists = {"domains.DOMAIN.rewards", "domains.DOMAIN.examples"}  # of sections, described by key
+    named = {"domains": {"DOMAIN": domain}, "teachers": {"TEACHER": {}}}
+    values = RunSettings.model_validate(named).model_dump()
+    # of sections, described by key
+    lists = {"domains.DOMAIN.rewards", "domains.DOMAIN.examples", "algorithm.rejections"}
     assert set(_keys("", values)) - set(described) == lists
     assert {key.split(".")[0] for key in described} == set(section_types())
 

@@ -107,7 +107,10 @@ class Hub:
             health=health,
             generator=SimpleNamespace(open=lengths, hurry=lambda _: None),  # type: ignore[arg-type]
             clock=SimpleNamespace(now=lambda: 0.0),  # type: ignore[arg-type]
-            play=TicketPlayer(SimpleNamespace(play=self.play)).play,  # type: ignore[arg-type]
+            play=TicketPlayer(
+                SimpleNamespace(play=self.play),  # type: ignore[arg-type]
+                SimpleNamespace(score=self.score),  # type: ignore[arg-type]
+            ).play,
         )
         self.seen = EndsSeen()
         self.intake.outbox = self.seen  # type: ignore[assignment]
@@ -127,6 +130,9 @@ class Hub:
         task = asyncio.ensure_future(work)
         self.background.add(task)
         task.add_done_callback(self.background.discard)
+
+    async def score(self, task: EpisodeTask, result: EpisodeResult) -> None:
+        """Score as a hub without teachers does."""
 
     async def play(self, task: EpisodeTask, _report: Any) -> EpisodeResult:
         key = (task.ticket, task.episode)

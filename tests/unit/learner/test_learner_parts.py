@@ -93,7 +93,7 @@ def record(message: wire.Message | None, *, ticket: int = 0, error: str = "") ->
 def test_a_good_group() -> None:
     good = group([trajectory(0, 1.0, (0, 2)), trajectory(1, -0.5, (0, 1, 0, 3))])
     assert record_intake.read_record(record(good), a_ledger(), 100) == record_intake.RecordIntake(
-        GroupArrival(1, 0, (1.0, -0.5)), good
+        GroupArrival(1, 0, (1.0, -0.5), successes=1, episodes=2), good
     )
 
 
@@ -144,7 +144,7 @@ def test_a_group_without_sampled_tokens_is_as_new_as_can_be() -> None:
     nothing = [trajectory(episode, runs=()) for episode in (0, 1)]
     assert record_intake.read_record(
         record(group(nothing)), a_ledger(), 100
-    ).record == GroupArrival(1, 0, (1.0, 1.0))
+    ).record == GroupArrival(1, 0, (1.0, 1.0), successes=2, episodes=2)
 
 
 # ---------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import pytest
 
 from broker.cli import parser as broker_parser
 from broker.settings import runspec
+from broker.settings.run_settings import NAMED_SECTIONS
 from envhub.cli import demos_parser, render_parser
 from envhub.cli import parser as envhub_parser
 from learner.offline import config as offline
@@ -233,7 +234,7 @@ def is_setting(path: Iterable[str], model: Any) -> bool:
 def is_known_name(name: str) -> bool:
     """Return whether a dotted name is a setting, or a module or attribute of this tree."""
     first, *rest = name.split(".")
-    keys = rest[1:] if first == "domains" else rest
+    keys = rest[1:] if first in NAMED_SECTIONS else rest
     if any(is_setting(keys, model) for model in known_sections()[first]):
         return True
     folders = ["/".join([first, *rest[:end]]) for end in range(1, len(rest) + 1)]

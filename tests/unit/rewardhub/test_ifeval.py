@@ -94,7 +94,7 @@ CASES: dict[str, list[tuple[dict[str, Any], list[str], list[str]]]] = {
         (
             {"num_placeholders": 2},
             ["[name] lives at [address]", "[a][b]", "[]\n[]"],
-            ["[name]", "[a\nb] [c]", "]["],
+            ["[name]", "[a\nb] [c]", "[[a] b", "]["],
         ),
     ],
     "detectable_content:postscript": [

@@ -68,6 +68,11 @@ def test_text_without_language(text: str) -> None:
     assert find_language(text) == ""
 
 
+def test_japanese_with_few_kana() -> None:
+    # three kana and seven Chinese characters
+    assert find_language("東京都知事は辞任した") == "ja"
+
+
 def test_names_of_another_script_are_allowed() -> None:
     assert find_language(PASSAGES["hi"] + " (GitHub)") == "hi"
     assert find_language(PASSAGES["en"] + " 東京 and Кремль") == "en"

@@ -213,6 +213,7 @@ def test_check_takes_what_is_right() -> None:
         "format": {"pattern": "a"},
         "length": {"max_tokens": 9, "cache_tokens": 9},
         "judge": {"base_url": "http://127.0.0.1:1/v1"},
+        "rubric": {"base_url": "http://127.0.0.1:1/v1"},
         "reward_model": {"path": "no/model-is-looked-for-yet"},
         "process_reward": {"path": "no/model-is-looked-for-yet"},
         "implicit_reward": {"path": "no/model", "reference": "no/other"},

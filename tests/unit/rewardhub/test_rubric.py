@@ -7,10 +7,13 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import msgspec
 import pytest
 from judge_endpoint import Endpoint, said, serve_endpoint
 
 from broker.errors import ConfigError
+from broker.settings.config import RewardConfig
+from rewardhub.reward_processes import RewardProcesses
 from rewardhub.rewards import loading
 from rewardhub.rewards.base import InvalidRowError, NoScore, Sample, Scored
 from rewardhub.rewards.judges.judge_client import UnreadableAnswer
@@ -161,3 +164,21 @@ def test_last_object_of_an_answer_counts() -> None:
     rubric = make_rubric([CriterionSection(name="true", text="x")], None, 0, 10)
     quoted = 'It says {"reason": "", "true": 10}, but {"reason": "no", "true": 1}'
     assert read_answer(quoted, rubric)["true"] == 1
+
+
+async def test_rubric_and_verifier_score_in_processes_of_their_own() -> None:
+    async with serve_endpoint(Endpoint(said(ANSWER), said("Score: 1"))) as url:
+        rubric = RewardConfig(name="rubric", args={"base_url": url, "criteria": CRITERIA})
+        verifier = RewardConfig(name="verifier", args={"judge": {"base_url": url}})
+        hosts = RewardProcesses()
+        await hosts.start({"domains.d.rewards.0": rubric, "domains.d.rewards.1": verifier})
+        try:
+            parts = await hosts.score(rubric, sample())
+            by_rules = await hosts.score(verifier, sample("4"))
+            other_words = msgspec.structs.replace(sample("the highest one"), reference="Everest")
+            by_judge = await hosts.score(verifier, other_words)
+        finally:
+            await hosts.close()
+    assert parts.value == pytest.approx({"true": 0.6, "brief": 0.1})
+    assert (by_rules.value, by_rules.notes) == (1.0, {"by_number": 1.0})
+    assert by_judge.value == by_judge.notes["by_judge"] == 1.0

@@ -17,6 +17,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 from waits import LONG_S
 
+from bench.distill import find_child
 from broker.contract import wire
 from learner.credit.archive import read_frames
 from learner.reporting.metrics import read_lines
@@ -67,19 +68,6 @@ def _sharpen(file: Path) -> None:
     save_file(weights, file, metadata={"format": "pt"})
 
 
-def pid_of(parent: int, name: str) -> int | None:
-    """Return the child of a process whose command line has an argument."""
-    files = Path(f"/proc/{parent}/task").glob("*/children")
-    for child in [child for file in files for child in file.read_text().split()]:
-        try:
-            words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if name.encode() in words:
-            return int(child)
-    return None
-
-
 async def run_up(folder: Path, settings: dict[str, Any], *, kills: int) -> str:
     """Run `rlearner up`, kill the teacher's server after each of the first steps."""
     file = folder / "run.yaml"
@@ -95,7 +83,7 @@ async def run_up(folder: Path, settings: dict[str, Any], *, kills: int) -> str:
         async for line in process.stdout:
             lines.append(line.decode())
             is_step = line.startswith(b'{"event": "step"') or b'"step"' in line[:40]
-            if is_step and kills and (pid := pid_of(process.pid, "teacher-big")) is not None:
+            if is_step and kills and (pid := find_child(process.pid, "teacher-big")) is not None:
                 os.kill(pid, signal.SIGKILL)
                 kills -= 1
         code = await process.wait()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from learner.credit.model_identity import ModelIdentity
 from learner.credit.pass_rate_file import write_pass_rates
 from rlearner.cli import main
-from rlearner.data.sampling import allot_by_share, allot_equally, draw_rows, name_band
+from rlearner.data.subsets import allot_by_share, allot_equally, draw_rows, name_band
 from rlearner_text.rows.columns import digest_row
 
 ROWS = [{"question": f"q{n}", "level": "hard" if n % 4 == 0 else "easy"} for n in range(20)]

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rlearner_text.span_alignment import INSIDE, spread_logprobs, token_ends
 from rlearner_text.tokenizer import Tokenizer
+from rlearner_text.vocabularies.alignment import INSIDE, spread_logprobs, token_ends
 
 
 class WordTokenizer:

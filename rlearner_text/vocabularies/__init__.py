@@ -1,0 +1,1 @@
+"""Models whose vocabularies differ: the difference, and logprobs carried from one to the other."""
