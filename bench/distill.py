@@ -2,7 +2,6 @@
 
     python -m bench.distill [--lrs 0.001,0.002,0.004]
 
-
 A teacher learns the quickstart's lakes from good demonstrations. A smaller student then starts from
 bad ones, once for each method and learning rate, with the same evaluations: the teacher alone
 trains it (``configs/teacher.yaml``), or rewards alone (GRPO). Each run is a ``rlearner up``. One
