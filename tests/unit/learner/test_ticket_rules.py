@@ -116,6 +116,9 @@ class CurriculumFleet(RuleBasedStateMachine):
         stored = json.loads(json.dumps(data.draw(st.sampled_from(self.snapshots))))
         ledger = Ledger.load(stored)
         tickets = tickets_of(ledger.open_credit())
+        # A checkpoint may hold the whole next step.
+        while ledger.full:
+            tickets += tickets_of(ledger.complete_step())
         for seq in range(ledger.state.position + 1, len(self.log) + 1):
             tickets += tickets_of(ledger.apply(self.log[seq - 1], seq))
             while ledger.full:
@@ -185,6 +188,17 @@ def test_group_of_earlier_tasks_measures_nothing() -> None:
     ledger.apply(RulesUpdate(curriculum_rules(domains=changed), 1), 1)
     ledger.apply(GroupArrival(ticket.number, 0, (0.0, 1.0), successes=1, episodes=2), 2)
     assert set(ledger.state.pools["lake"].levels) == {255}
+
+
+def test_other_settings_keep_the_pass_rates() -> None:
+    domains = curriculum_rules().domains[:1]
+    ledger = Ledger(curriculum_rules(domains=domains))
+    ticket = tickets_of(ledger.open_credit())[0]
+    ledger.apply(GroupArrival(ticket.number, 0, (0.0, 1.0), successes=1, episodes=2), 1)
+    cursor = ledger.state.pools["lake"].parts[0].cursor
+    ledger.apply(RulesUpdate(curriculum_rules(domains=domains, steps=7), 1), 2)
+    assert pass_rate_of(ledger, ticket.task_index) == 0.5
+    assert ledger.state.pools["lake"].parts[0].cursor == cursor
 
 
 def test_tasks_in_turn_without_a_curriculum() -> None:
