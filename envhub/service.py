@@ -326,7 +326,7 @@ class EnvironmentHub:
         if not (self.health.takes(domain) and self._serves_someone(stream)):
             return False
         # without its teacher no ticket is taken, so that its time does not run
-        teacher = self.teachers.policy_for(self.domains[domain])
+        teacher = self.teachers.policy_for(domain)
         return stream is not TICKETS or teacher is None or teacher in self._served_policies()
 
     def _served_policies(self) -> set[str]:

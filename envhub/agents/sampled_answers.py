@@ -1,6 +1,6 @@
 """Finds the answers of an episode again in the messages that its agent sends back.
 
-Agents send text and calls, and the policy is to be trained on the tokens that it sampled. So an
+Agents send text and calls, and the policy must be trained on the tokens that it sampled. So an
 answer that came back unchanged is rendered with the very text that was sampled. The ids of its
 calls say which answer it is, the signature of its reasoning does, or the conversation before it:
 clients of Anthropic's protocol send answers back without the reasoning.

@@ -15,7 +15,6 @@ from broker.contract import wire
 from broker.runtime.spans import SpanRecorder
 from broker.settings.run_settings import RunSettings
 from broker.settings.schema.teaching import TeacherSection
-from envhub.domain import Domain
 from envhub.episodes.translated_turn import TranslatedTurn
 from envhub.servers.turn import SampledTurn, TurnFailed, TurnRequest
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask, PromptText
@@ -125,9 +124,9 @@ class TeacherScorer:
         self._max_context_tokens = max_context_tokens
         self._spans = spans
 
-    def policy_for(self, domain: Domain) -> str | None:
+    def policy_for(self, domain: str) -> str | None:
         """Return the policy of a domain's teacher, None if it has none."""
-        teacher = self.teachers.get(domain.name)
+        teacher = self.teachers.get(domain)
         return None if teacher is None else teacher.policy
 
     async def score(self, task: EpisodeTask, result: EpisodeResult) -> None:

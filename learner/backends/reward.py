@@ -1,4 +1,4 @@
-"""Trains a reward model: the torch backend with a classifier in place of the language model."""
+"""Trains a reward model: the torch backend with a classifier instead of the language model."""
 
 from __future__ import annotations
 

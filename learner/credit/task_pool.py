@@ -37,7 +37,7 @@ UNMEASURED: Final = 255
 # Places that are looked at together, growing to the second number.
 FIRST_CHUNK: Final = 32
 LAST_CHUNK: Final = 2**16
-# After so many permutations, and as many places as the largest chunk, the next task is let in.
+# After this many permutations, and as many places as the largest chunk, the next task is let in.
 MAX_PASSES: Final = 4
 # The chance of a task is a number of 32 bits.
 ALWAYS: Final = 2**32
@@ -78,7 +78,7 @@ class CurriculumRule:
     initial: bytes = b""
 
     def stage(self, step: int) -> Stage:
-        """Return the stage of tickets that are issued after so many steps."""
+        """Return the stage of tickets that are issued after a number of steps."""
         return [stage for stage in self.stages if stage.from_step <= step][-1]
 
 

@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
     sample.add_argument("--out", required=True, metavar="FILE", help=text)
     text = "with --by difficulty: a run's folder, or its pass_rates.jsonl"
     sample.add_argument("--pass-rates", metavar="RUN", help=text)
-    text = "draw as many rows of each kind, as far as there are so many"
+    text = "draw the same number of rows of each kind, where there are enough"
     sample.add_argument("--equal", action="store_true", help=text)
     text = "another number draws other rows (%(default)s)"
     sample.add_argument("--seed", type=natural, default=0, metavar="N", help=text)

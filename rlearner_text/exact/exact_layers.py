@@ -19,7 +19,7 @@ from rlearner_text.exact.tiled_rows import apply_elementwise, apply_linear
 _ACTIVATIONS: Final = ("torch.nn.modules.activation", "transformers.activations")
 # Positions whose rotations are computed by one call, the same in every process.
 _POSITIONS: Final = 64
-# At least so many positions, for trials of sequences longer than the run's.
+# At least this many positions, for trials of sequences longer than the run's.
 _FEWEST: Final = 1024
 # Bytes to which kernels like their matrices aligned; others may be summed in another order.
 _ALIGNMENT: Final = 64

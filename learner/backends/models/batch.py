@@ -182,14 +182,15 @@ def _teacher_columns(samples: Sequence[TrainSample]) -> dict[str, Array]:
             ]
         )
     }
-    tops = [s.teacher_top_ids for s in samples if s.teacher_top_ids is not None and s.num_tokens]
-    if not tops:
-        return columns
-    k = max(
+    numbers = {
         len(s.teacher_top_ids) // s.num_tokens
         for s in samples
         if s.teacher_top_ids is not None and s.num_tokens
-    )
+    }
+    if not numbers:
+        return columns
+    # Records from before a change of top_k have another number; each begins with a smaller one.
+    k = min(numbers)
     ids = [_as_rows(s.teacher_top_ids, np.arange(k), s.num_tokens) for s in samples]
     no_logprobs = np.full(k, np.nan, np.float32)
     logprobs = [_as_rows(s.teacher_top_logprobs, no_logprobs, s.num_tokens) for s in samples]
@@ -200,6 +201,8 @@ def _teacher_columns(samples: Sequence[TrainSample]) -> dict[str, Array]:
 
 
 def _as_rows(values: Array | None, filler: Array, num_rows: int) -> Array:
-    """Return flat values as rows, or as many rows of ``filler``."""
+    """Return flat values as rows as long as ``filler``, or rows of it."""
     rows: Array = np.tile(filler, num_rows) if values is None else values
-    return rows.reshape(num_rows, len(filler))
+    if not num_rows:
+        return rows.reshape(0, len(filler))
+    return rows.reshape(num_rows, -1)[:, : len(filler)]

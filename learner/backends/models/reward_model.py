@@ -1,4 +1,4 @@
-"""A reward model: a sequence classifier with one label, whose output takes the place of logprobs.
+"""A reward model: a sequence classifier with one label, whose output replaces logprobs.
 
 A conversation of n tokens is a sample of n + 1 tokens, of which the last alone is trained: the
 position that would predict it, the end of the conversation, is the one that is scored. So slices,

@@ -129,6 +129,16 @@ def test_columns_of_a_batch_with_and_without_a_teacher() -> None:
     assert plain.teacher_top_ids is None
 
 
+def test_records_from_before_a_change_of_top_k_are_cut() -> None:
+    scores = [-0.5, -2.0, -10.0]
+    pair = samples(taught(scores, top_k=2), taught(scores, top_k=3))
+    batch = collate_samples(pair, torch.device("cpu"))
+    assert batch.teacher_top_ids is not None
+    assert batch.teacher_top_logprobs is not None
+    assert batch.teacher_top_ids.tolist() == [[0, 1], [2, 3], [4, 5], [0, 1], [3, 4], [6, 7]]
+    assert batch.teacher_top_logprobs.shape == (6, 2)
+
+
 def test_an_untrained_sample_keeps_no_candidates() -> None:
     scored = taught([-0.5, -2.0, -10.0], top_k=2)
     untrained = from_trajectory(scored, np.ones(4), group=7, trained=False)
