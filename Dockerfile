@@ -35,6 +35,7 @@ COPY rewardhub /src/rewardhub
 COPY rlearner /src/rlearner
 COPY rlearner_sandbox /src/rlearner_sandbox
 COPY rlearner_text /src/rlearner_text
+COPY rlearner_workers /src/rlearner_workers
 COPY rollout /src/rollout
 RUN /pip/bin/python -m pip --no-cache-dir wheel --quiet --no-deps --no-build-isolation --wheel-dir /dist /src \
     && python3 -m venv --without-pip /opt/rlearner && sh /pip/bin/install.sh own

@@ -29,7 +29,7 @@ import psutil
 from bench.support.answer_cases import CANARY, adversarial
 from bench.support.answer_pairs import AnswerPair, pairs
 from broker.settings.config import RewardConfig
-from broker.system.workers import limits
+from broker.system.process_tree import process_tree
 from rewardhub.rewards.base import Sample
 from rewardhub.worker_pool import RewardWorkerPool, ScoreError
 
@@ -84,7 +84,7 @@ def spent_s(workers: RewardWorkerPool) -> float:
     those that ended.
     """
     processes = [
-        psutil.Process(pid) for worker in workers._living for pid in limits.tree(worker.child.pid)
+        psutil.Process(pid) for worker in workers.living for pid in process_tree(worker.pid)
     ]
     times = [process.cpu_times() for process in processes]
     return sum(one.user + one.system + one.children_user + one.children_system for one in times)

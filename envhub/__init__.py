@@ -1,4 +1,4 @@
 """The environment hub, which runs episodes.
 
-It may import ``broker``, ``rlearner_text`` and ``rlearner_sandbox`` only.
+It may import ``broker``, ``rlearner_text``, ``rlearner_sandbox`` and ``rlearner_workers`` only.
 """

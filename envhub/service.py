@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import math
 import os
 import random
 import socket
@@ -29,7 +30,10 @@ from broker.runtime.work_health import WorkHealth
 from broker.settings.timeouts import seconds
 from broker.system.batch_job import batch_job
 from broker.system.process_identity import this_process
+from broker.system.processor_use import ProcessorUse
+from envhub.config import EnvhubSection
 from envhub.domain import Domain, load_domains
+from envhub.envs.base import WORKER
 from envhub.episodes.rerun import TicketReruns
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
 from envhub.episodes.teachers import TeacherScorer, load_teachers
@@ -96,6 +100,10 @@ class EnvironmentHub:
             domain.check()
             sandboxed.require(domain)
         tokenizer = Tokenizer.of_run(model_path, self.run_settings.model)
+        num_slots = n or self.settings.n
+        if any(domain.isolation in WORKER for domain in self.domains.values()):
+            cores = ProcessorUse().num_cores()
+            num_slots = limit_slots(num_slots, self.settings, cores)
         self.client = carriers.make_client(member.settings.broker.channel, member.bus)
         context = max(domain.section.max_context_tokens for domain in self.domains.values())
         self.servers = ServerRoster(
@@ -103,7 +111,7 @@ class EnvironmentHub:
             # late, as the generator is made from this roster
             lambda: self.generator.in_use(),
             random.Random(),
-            size=sample_size(n or self.settings.n, context),
+            size=sample_size(num_slots, context),
         )
         clock = self.servers.clock
         retries = self.settings.max_retries
@@ -113,11 +121,20 @@ class EnvironmentHub:
         limits = EpisodeLimits(
             seconds(self.settings.episode_timeout_s), seconds(self.settings.generate_timeout_s)
         )
-        self.slots = slots.EpisodeSlots(n or self.settings.n, self.settings.max_retries)
-        worker_pools = WorkerPools(self.settings.worker_memory_mib, self.settings.pass_env)
+        self.slots = slots.EpisodeSlots(num_slots, self.settings.max_retries)
+        worker_envs = self.settings.worker_envs
+        worker_pools = WorkerPools(
+            self.settings.worker_memory_mib, self.settings.pass_env, worker_envs
+        )
         calls = EnvironmentCalls(self.settings.step_timeout_s, clock.timeout)
         self.runners = EpisodeRunners(
-            tokenizer, self.generator, calls, limits, worker_pools, max_workers=self.slots.n
+            tokenizer,
+            self.generator,
+            calls,
+            limits,
+            worker_pools,
+            max_workers=math.ceil(num_slots / worker_envs),
+            worker_idle_s=self.settings.worker_idle_s,
         )
         self.runners.clock = clock
         self.runners.spans = member.spans
@@ -170,6 +187,7 @@ class EnvironmentHub:
                         # a feed never ends by itself: this raises what it failed with
                         feed.result()
                 self._tick()
+                self.runners.stop_idle_workers(time.monotonic())
                 self._count_hung()
         finally:
             feeds = [feed for of_domain in self._feeds.values() for feed in of_domain]
@@ -393,6 +411,22 @@ class EnvironmentHub:
             "envhub/died_workers": self.runners.worker_pools.num_died,
             "envhub/tokens": self.generator.tokens,
         }
+
+
+def limit_slots(num_slots: int, settings: EnvhubSection, cores: float) -> int:
+    """Return how many episodes whose environments are in worker processes are played at once.
+
+    Args:
+        num_slots: as requested.
+        cores: processors of this host.
+    """
+    if settings.worker_cpus is None:
+        return num_slots
+    most = max(1, int(cores / settings.worker_cpus)) * settings.worker_envs
+    if most < num_slots:
+        text = "plays %d environments at once, not %d: %g processors, envhub.worker_cpus=%g"
+        log.info(text, most, num_slots, cores, settings.worker_cpus)
+    return min(num_slots, most)
 
 
 def _select_domains(domains: dict[str, Domain], names: list[str]) -> dict[str, Domain]:

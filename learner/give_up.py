@@ -42,7 +42,7 @@ MAX_SKIPPED: Final = 5
 LOOK_EVERY_S: Final = 1.0
 # Longer details of a failure are cut.
 MAX_CHARS: Final = 400
-# (file.py:88 in fn), see broker.system.workers.fault
+# (file.py:88 in fn), see broker.system.fault
 PLACE: Final = re.compile(r"\([^()\s]+:\d+ in [^()]+\)")
 
 

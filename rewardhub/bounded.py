@@ -10,15 +10,14 @@ from __future__ import annotations
 
 import os
 import signal
-import struct
 import weakref
 from collections.abc import Callable
 from typing import Final
 
 from broker.errors import described
-from broker.system.workers import limits
+from rlearner_workers import limits
+from rlearner_workers.frames import read_frame, write_frame
 
-_HEADER: Final = struct.Struct("<I")
 _OK = b"+"
 _COSTLY = b"!"
 _FAILED = b"-"
@@ -98,11 +97,7 @@ class _Child:
 
     def ask(self, data: bytes) -> bytes | None:
         """Return the answer, or None if the process exited."""
-        try:
-            _write_frame(self._out, data)
-        except BrokenPipeError:
-            return None
-        return _read_frame(self._in)
+        return read_frame(self._in) if write_frame(self._out, data) else None
 
     def status(self) -> int:
         """Wait for the process and return its exit code, negative for a signal."""
@@ -134,11 +129,11 @@ def _serve_requests(
             signal.signal(number, signal.SIG_DFL)
         limits.be_expendable()
         limits.ResourceLimits(memory_mib)
-        while (data := _read_frame(fd_in)) is not None:
+        while (data := read_frame(fd_in)) is not None:
             signal.setitimer(signal.ITIMER_PROF, cpu_s)
             reply = _compute_reply(function, data)
             signal.setitimer(signal.ITIMER_PROF, 0)
-            _write_frame(fd_out, reply)
+            write_frame(fd_out, reply)
         code = 0
     finally:
         os._exit(code)
@@ -151,23 +146,3 @@ def _compute_reply(function: Callable[[bytes], bytes], data: bytes) -> bytes:
         return _COSTLY + (str(error) or type(error).__name__).encode("utf-8", "replace")
     except Exception as error:  # noqa: BLE001 - the caller raises it
         return _FAILED + described(error).encode("utf-8", "replace")
-
-
-def _write_frame(fd: int, data: bytes) -> None:
-    unsent = memoryview(_HEADER.pack(len(data)) + data)
-    while unsent:
-        unsent = unsent[os.write(fd, unsent) :]
-
-
-def _read_frame(fd: int) -> bytes | None:
-    header = _read_exactly(fd, _HEADER.size)
-    return None if header is None else _read_exactly(fd, _HEADER.unpack(header)[0])
-
-
-def _read_exactly(fd: int, size: int) -> bytes | None:
-    data = b""
-    while len(data) < size:
-        if not (more := os.read(fd, size - len(data))):
-            return None
-        data += more
-    return data

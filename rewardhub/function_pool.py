@@ -59,7 +59,7 @@ class FunctionPool:
         self.num_busy = 0
 
     @property
-    def num_idle(self) -> int:
+    def num_free(self) -> int:
         """How many more samples would be scored at once."""
         return 0 if self.num_busy or self._is_failed else 1
 

@@ -1,6 +1,6 @@
 """The process of a reward that scores many samples at once, such as a judge or a reward model.
 
-Started by ``rewardhub.reward_processes``. Requests have numbers; answers come in any order.
+Started by ``rewardhub.reward_processes``. Answers come in any order.
 """
 
 from __future__ import annotations
@@ -11,45 +11,26 @@ import socket
 import sys
 from typing import Any
 
+import msgspec
+
 from broker.errors import RlearnerError
-from broker.system.workers import fault, limits, line
+from broker.system import fault
 from rewardhub import protocol
 from rewardhub.rewards import loading
 from rewardhub.rewards.base import NoScore, ResponseFault, Score, check_scored, score_of_fault
+from rlearner_workers import limits
+from rlearner_workers.calls import serve_concurrent_calls
 
 
 class RewardHost:
-    """Server of one reward for its hub."""
+    """One reward, for its hub."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._tasks: dict[int, asyncio.Task[None]] = {}
+    def __init__(self) -> None:
         self._score: Score | None = None
 
-    async def serve(self) -> None:
-        """Answer requests until the hub closes the connection."""
-        while (data := await _read_frame(self._reader)) is not None:
-            message = protocol.decode_numbered_request(data)
-            if isinstance(message, protocol.CancelScoreRequest):
-                if (task := self._tasks.get(message.number)) is not None:
-                    task.cancel()
-            else:
-                self._tasks[message.number] = asyncio.create_task(self._work(message))
-
-    async def _work(self, numbered: protocol.NumberedRequest) -> None:
-        try:
-            answer = await self._answer(numbered.content)
-            self._writer.write(
-                line.frame(protocol.encode_message(protocol.NumberedReply(numbered.number, answer)))
-            )
-            await self._writer.drain()
-        finally:
-            del self._tasks[numbered.number]
-
-    async def _answer(
-        self, request: protocol.LoadRewardRequest | protocol.ScoreRequest
-    ) -> protocol.ScoreReply | protocol.ScoreFailureReply:
+    async def answer(self, content: msgspec.Raw) -> protocol.RewardReply:
+        """Answer a request; any failure of the reward is an answer, too."""
+        request = protocol.REQUESTS.decode(content)
         try:
             if isinstance(request, protocol.LoadRewardRequest):
                 await self._load(request)
@@ -64,7 +45,7 @@ class RewardHost:
                 scored = score_of_fault(response, num_turns)
             return protocol.ScoreReply(scored.value, notes=scored.notes)
         except (RlearnerError, NoScore) as error:
-            return protocol.ScoreFailureReply(line.clean(f"{request.name}: {error}"), retry=False)
+            return protocol.ScoreFailureReply(fault.clean(f"{request.name}: {error}"), retry=False)
         except Exception as error:  # noqa: BLE001 - an error of a library must not end other scores
             return protocol.ScoreFailureReply(
                 f"{request.name}: {fault.told(error)}", retry=True, trace=fault.trace(error)
@@ -78,18 +59,10 @@ class RewardHost:
             await start()
 
 
-async def _read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    try:
-        (size,) = line.HEADER.unpack(await reader.readexactly(line.HEADER.size))
-        return await reader.readexactly(size)
-    except (asyncio.IncompleteReadError, ConnectionError):
-        return None
-
-
 async def main(number: int) -> None:
     """Serve on the socket with this file descriptor."""
     limits.be_expendable()
-    await RewardHost(*await asyncio.open_unix_connection(sock=socket.socket(fileno=number))).serve()
+    await serve_concurrent_calls(socket.socket(fileno=number), RewardHost().answer)
 
 
 if __name__ == "__main__":

@@ -102,7 +102,7 @@ class ScoreDispatcher:
         """
         needed = Counter(map(_sample_place, [*promised, *rewards]))
         return all(
-            needed[place] <= (self._hosts.num_free(reward) if place else self._workers.num_idle)
+            needed[place] <= (self._hosts.num_free(reward) if place else self._workers.num_free)
             for reward, place in zip(rewards, map(_sample_place, rewards), strict=True)
         )
 

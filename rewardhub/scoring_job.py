@@ -11,7 +11,7 @@ import msgspec
 
 from broker.contract import wire
 from broker.settings.config import DomainSection
-from broker.system.workers.fault import TracebackLog
+from broker.system.fault import TracebackLog
 from rewardhub.episode_samples import sample_of
 from rewardhub.routing import (
     Action,

@@ -13,7 +13,7 @@ from contextlib import closing
 import msgspec
 
 from broker.errors import ConfigError
-from broker.system.workers import fault, limits, line
+from broker.system import fault
 from rewardhub import protocol
 from rewardhub.rewards import loading
 from rewardhub.rewards.base import (
@@ -25,6 +25,8 @@ from rewardhub.rewards.base import (
     check_scored,
     score_of_fault,
 )
+from rlearner_workers import limits
+from rlearner_workers.calls import serve_calls
 
 
 class RewardWorker:
@@ -34,6 +36,7 @@ class RewardWorker:
         self._memory_mib = memory_mib
         # counts from the first score; what rewards load before is free
         self._allowance: limits.ResourceLimits | None = None
+        self._is_exhausted = False  # the last score ran out of memory
         self._rewards: dict[str, Score] = {}
         # one loop for all calls, so that a coroutine's clients stay usable
         self._loop = asyncio.Runner()
@@ -41,9 +44,7 @@ class RewardWorker:
     def close(self) -> None:
         self._loop.close()
 
-    def answer(
-        self, request: protocol.LoadRewardRequest | protocol.ScoreRequest
-    ) -> protocol.ScoreReply | protocol.ScoreFailureReply:
+    def answer(self, request: protocol.RewardRequest) -> protocol.RewardReply:
         """Handle a request; any failure of a reward becomes an answer."""
         try:
             reward = self._reward(request.name, request.args)
@@ -51,21 +52,27 @@ class RewardWorker:
                 return protocol.ScoreReply(None)
             self._allowance = self._allowance or limits.ResourceLimits(self._memory_mib)
             scored = self._score(reward, request.sample)
-            return protocol.ScoreReply(scored.value, self._allowance.spent(), scored.notes)
+            return protocol.ScoreReply(scored.value, scored.notes)
         except ConfigError as error:
-            return protocol.ScoreFailureReply(line.clean(str(error)), retry=False)
+            return protocol.ScoreFailureReply(fault.clean(str(error)), retry=False)
         except NoScore as error:
-            return protocol.ScoreFailureReply(line.clean(f"{request.name}: {error}"), retry=False)
+            return protocol.ScoreFailureReply(fault.clean(f"{request.name}: {error}"), retry=False)
         except BaseException as error:  # noqa: BLE001 - user code may raise anything
-            is_spent = isinstance(error, MemoryError) or (
-                self._allowance is not None and self._allowance.spent()
-            )
-            return protocol.ScoreFailureReply(
-                f"{request.name}: {fault.told(error)}",
-                retry=True,
-                is_spent=is_spent,
-                trace=fault.trace(error),
-            )
+            self._is_exhausted = isinstance(error, MemoryError)
+            detail = f"{request.name}: {fault.told(error)}"
+            return protocol.ScoreFailureReply(detail, retry=True, trace=fault.trace(error))
+
+    def answer_call(self, content: msgspec.Raw) -> tuple[protocol.RewardReply, bool]:
+        """Return the answer to a call, and whether this process should be replaced."""
+        try:
+            reply = self.answer(protocol.REQUESTS.decode(content))
+        except msgspec.DecodeError as error:
+            detail = f"the hub's request cannot be decoded: {error}"
+            reply = protocol.ScoreFailureReply(detail, retry=True)
+        # Measuring may fail where memory is exhausted.
+        if self._is_exhausted or self._allowance is None:
+            return reply, self._is_exhausted
+        return reply, self._allowance.spent()
 
     def _reward(self, name: str, args: dict[str, object]) -> Score:
         key = json.dumps([name, args], sort_keys=True)
@@ -90,17 +97,8 @@ async def _await_value(value: Awaitable[object]) -> object:
 def serve(connection: socket.socket, memory_mib: int | None) -> None:
     """Answer requests until the hub closes the connection."""
     limits.be_expendable()
-    worker = RewardWorker(memory_mib)
-    with connection, connection.makefile("rb") as stream, closing(worker):
-        while (data := line.read(stream)) is not None:
-            try:
-                reply = worker.answer(protocol.decode_request(data))
-            except msgspec.DecodeError as error:
-                reply = protocol.ScoreFailureReply(
-                    f"the hub's request cannot be decoded: {error}", retry=True
-                )
-            if not line.write(connection, protocol.encode_message(reply)):
-                return
+    with connection, closing(RewardWorker(memory_mib)) as worker:
+        serve_calls(connection, worker.answer_call)
 
 
 if __name__ == "__main__":

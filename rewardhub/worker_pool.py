@@ -1,33 +1,28 @@
-"""A pool of workers, replaced when a reward hangs, crashes or takes too much memory."""
+"""Workers that score one sample at a time, replaced when a reward hangs, crashes or takes too much
+memory.
+"""
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
-import socket
-import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
-
-import msgspec
 
 from broker.errors import RlearnerError, UserError
 from broker.settings.config import RewardConfig
-from broker.system.children import cpu_s
-from broker.system.workers import limits, line
-from broker.system.workers.output import WorkerOutput
-from broker.system.workers.start import start
-from broker.system.workers.work_clock import OutOfTime, answer_within
 from rewardhub import protocol
 from rewardhub.rewards import loading
 from rewardhub.rewards.base import Sample, Scored
+from rlearner_workers.output import WorkerOutput
+from rlearner_workers.patience import OutOfTime
+from rlearner_workers.worker_pool import ProcessPool
+from rlearner_workers.worker_process import WorkerGone, WorkerProcess
 
 log = logging.getLogger(__name__)
 
 # For a worker to load a reward, on its own clock; one attempt after the other when the hub starts.
 START_S: Final = (60.0, 120.0, 240.0, 480.0)
-WATCH_EVERY_S: Final = 0.5
 
 
 class ScoreError(RlearnerError):
@@ -43,118 +38,106 @@ class NoWorkerError(RlearnerError):
     """No worker can start here now or load the reward; the group is not at fault."""
 
 
-class _SlowStartError(NoWorkerError):
+class SlowStartError(NoWorkerError):
     """A worker did not load its rewards in time."""
 
 
-class _Died(RlearnerError):
-    """The worker exited, or sent something that cannot be decoded."""
+RewardWorkerProcess = WorkerProcess[protocol.RewardReply]
 
 
-class RewardWorkerProcess:
-    """One child process and the connection to it.
+class RewardPool(ProcessPool[protocol.RewardReply]):
+    """Processes that load the same rewards and score samples.
 
-    Attributes:
-        base_mib: memory of it and its children after its rewards were loaded.
-        killed_for: why it was killed, empty if it was not.
-        loaded: the rewards that it has loaded.
+    Args:
+        module: what a process runs.
+        rewards: loaded in every process before it serves.
+        timeout_s: for one score.
+        start_s: for a process to load its rewards, on its own clock.
+        passed: environment variables that they get besides the harmless ones and those that their
+            rewards refer to.
+        envs: variables added to the environment, by place.
     """
 
-    def __init__(self, child: subprocess.Popen[bytes], speech: line.WorkerSocket) -> None:
-        self.child = child
-        self._line = speech
-        self.base_mib = 0.0
-        self.killed_for = ""
-        self.loaded: Sequence[RewardConfig] = ()
-
-    @classmethod
-    async def start(
-        cls, output: WorkerOutput, memory_mib: int | None, passed: Collection[str] = ()
-    ) -> RewardWorkerProcess:
-        """Start a process.
-
-        Args:
-            passed: environment variables that it gets besides the harmless ones.
-
-        Raises:
-            OSError: if it cannot be started.
-        """
-        ours, theirs = socket.socketpair()
-        try:
-            with theirs:
-                child = await asyncio.to_thread(
-                    start,
-                    "rewardhub.worker",
-                    theirs,
-                    output.file,
-                    arguments=(str(memory_mib or 0),),
-                    passed=passed,
-                )
-        except BaseException:
-            ours.close()
-            raise
-        return cls(child, await line.WorkerSocket.open(ours))
-
-    async def ask(
+    def __init__(
         self,
-        request: protocol.LoadRewardRequest | protocol.ScoreRequest,
+        module: str,
+        rewards: Sequence[RewardConfig],
+        *,
         timeout_s: float,
-        name: str = "",
-    ) -> protocol.ScoreReply | protocol.ScoreFailureReply:
-        """Send one request and return its answer. After an exception the worker is unusable.
+        start_s: float,
+        passed: Sequence[str] = (),
+        envs: Sequence[Mapping[str, str]] = ({},),
+        calls_at_once: int = 1,
+        memory_mib: int | None = None,
+    ) -> None:
+        super().__init__(len(envs), calls_at_once=calls_at_once, memory_mib=memory_mib)
+        self._module = module
+        self._rewards = list(rewards)
+        self._timeout_s = timeout_s
+        self._start_s = start_s
+        self._passed = passed
+        self._envs = envs
+        self._arguments = [str(memory_mib or 0)]
+        self._output = WorkerOutput("a reward")
 
-        Args:
-            timeout_s: on the worker's own clock: a machine without a free processor must not cost a
-                score.
-            name: of what it does, to log that it is slow.
+    async def score(self, reward: RewardConfig, sample: Sample) -> Scored:
+        """Return the reward of one sample.
 
         Raises:
-            OutOfTime: if no answer comes in time.
-            _Died: if the worker exits, or its answer cannot be decoded.
+            ScoreError: if the reward raises, takes too long, crashes its process, or does not
+                return numbers.
+            NoWorkerError: if no process can be started here now.
         """
-        asking = self._line.ask(protocol.encode_message(request))
+        request = protocol.ScoreRequest(reward.name, reward.args, sample)
         try:
-            return protocol.decode_reply(
-                await answer_within(asking, self.child.pid, timeout_s, name)
+            answer = await self.call(request, self._timeout_s, self._start_s)
+        except OutOfTime:
+            detail = f"{reward.name}: no score within {self._timeout_s:g} s"
+            raise ScoreError(detail, retry=True) from None
+        except WorkerGone as error:
+            detail = f"{reward.name}: the worker process {error}"
+            raise ScoreError(detail, retry=True) from None
+        return score_of_reply(answer)
+
+    async def close(self) -> None:
+        await super().close()
+        self._output.close()
+
+    async def open_worker(self, index: int) -> RewardWorkerProcess:
+        referred = (name for reward in self._rewards for name in loading.variables_of(reward))
+        try:
+            return await WorkerProcess.start(
+                self._module,
+                self._output.file,
+                protocol.REPLIES,
+                arguments=self._arguments,
+                env=self._envs[index],
+                passed={*self._passed, *referred},
             )
-        except line.HungUp:
-            raise _Died(f"the worker process {self.killed_for or await self._how()}") from None
-        except (line.ProtocolError, msgspec.DecodeError) as error:
-            raise _Died(
-                f"the worker process sent an answer that cannot be decoded: {error}"
-            ) from None
+        except OSError as error:
+            raise NoWorkerError(f"cannot start a worker process: {error}") from None
 
-    async def _how(self) -> str:
-        try:
-            return limits.how_ended(await asyncio.to_thread(self.child.wait, 1.0))
-        except subprocess.TimeoutExpired:
-            return "closed its socket"
-
-    def weigh(self, memory_mib: int) -> None:
-        """Kill it if it and its descendants take more than ``memory_mib`` beyond ``base_mib``."""
-        used_mib = limits.resident_mib(limits.tree(self.child.pid)) - self.base_mib
-        if used_mib > memory_mib and self.child.poll() is None:
-            self.killed_for = limits.too_much(used_mib, memory_mib)
-            limits.kill_tree(self.child.pid)
-
-    async def kill(self) -> None:
-        """Kill it and its descendants."""
-        self._line.close()
-        # It leads its own session.
-        limits.kill_tree(self.child.pid)
-        await asyncio.to_thread(self.child.wait)
+    async def prepare(self, worker: RewardWorkerProcess, limit_s: float) -> None:
+        for reward in self._rewards:
+            request = protocol.LoadRewardRequest(reward.name, reward.args)
+            try:
+                answer = await worker.call(request, limit_s, f"loading reward {reward.name}")
+            except OutOfTime as error:
+                detail = f"a worker process did not load its rewards: {error}"
+                raise SlowStartError(detail) from None
+            except WorkerGone as error:
+                raise NoWorkerError(f"a worker process did not start: {error}") from None
+            if isinstance(answer, protocol.ScoreFailureReply):
+                raise NoWorkerError(answer.detail)
 
 
-class RewardWorkerPool:
+class RewardWorkerPool(RewardPool):
     """A fixed number of workers, each scoring one sample at a time.
 
     Args:
         num_workers: number of processes.
         timeout_s: for one score; a worker that takes longer is killed.
-        rewards: loaded in every worker before it serves.
         memory_mib: memory of a worker beyond what its rewards load, None: no limit.
-        passed: environment variables that they get besides the harmless ones and those that their
-            rewards refer to.
     """
 
     def __init__(
@@ -166,30 +149,23 @@ class RewardWorkerPool:
         memory_mib: int | None = None,
         passed: Sequence[str] = (),
     ) -> None:
-        self._passed = passed
-        self._timeout_s = timeout_s
-        self._rewards = list(rewards)
-        self._memory_mib = memory_mib
-        self._output: WorkerOutput | None = None
-        self._watching: asyncio.Task[None] | None = None
-        # None: not started yet
-        self._free: asyncio.LifoQueue[RewardWorkerProcess | None] = asyncio.LifoQueue()
-        for _ in range(num_workers):
-            self._free.put_nowait(None)
-        self._living: set[RewardWorkerProcess] = set()
-        self._reaped_cpu_s = 0.0
-        self.num_killed = 0  # after a timeout or a crash
-        self.num_busy = 0
-
-    @property
-    def num_idle(self) -> int:
-        """Workers that can take a sample now."""
-        return self._free.qsize()
+        super().__init__(
+            "rewardhub.worker",
+            rewards,
+            timeout_s=timeout_s,
+            start_s=START_S[-1],
+            passed=passed,
+            envs=[{}] * num_workers,
+            memory_mib=memory_mib,
+        )
 
     def adopt(self, rewards: Sequence[RewardConfig]) -> None:
-        """Use these rewards from now on; each worker is replaced before its next score."""
+        """Use these rewards from now on; each worker is replaced before its next score, as loading
+        other rewards may take longer than a score.
+        """
         if list(rewards) != self._rewards:
             self._rewards = list(rewards)
+            self.retire_workers()
 
     async def start(self) -> None:
         """Start all workers, with a longer time limit at each attempt.
@@ -198,134 +174,22 @@ class RewardWorkerPool:
             UserError: if a reward cannot be loaded here, or no process can be started.
         """
         for attempt, (within_s, next_s) in enumerate(itertools.pairwise((*START_S, 0.0)), 1):
-            try:
-                await self._start_all(within_s)
+            errors = await self.start_workers(within_s)
+            if not errors:
                 return
-            except _SlowStartError as error:
-                if not next_s:
-                    raise UserError(f"{error}; {attempt} attempts failed") from None
-                log.warning("%s; trying again with %g s", error, next_s)
-
-    async def _start_all(self, within_s: float) -> None:
-        places = [self._free.get_nowait() for _ in range(self._free.qsize())]
-        starting = (self._keep_or_start(worker, within_s) for worker in places)
-        results = await asyncio.gather(*starting, return_exceptions=True)
-        for worker in results:
-            self._free.put_nowait(worker if isinstance(worker, RewardWorkerProcess) else None)
-        for error in results:
-            if isinstance(error, _SlowStartError):
-                raise error
-            if isinstance(error, NoWorkerError):
-                raise UserError(str(error))
-            if isinstance(error, BaseException):
-                raise error
-
-    async def _keep_or_start(
-        self, worker: RewardWorkerProcess | None, within_s: float
-    ) -> RewardWorkerProcess:
-        return worker or await self._start_one(within_s)
-
-    async def score(self, reward: RewardConfig, sample: Sample) -> Scored:
-        """Return the reward of one sample, from the next free worker.
-
-        Raises:
-            ScoreError: if the reward raises, takes too long, crashes its process, or does not
-                return numbers.
-            NoWorkerError: if no process can be started here now.
-        """
-        worker = await self._free.get()
-        self.num_busy += 1
-        try:
-            if worker is not None and worker.loaded is not self._rewards:
-                # Loading other rewards may take longer than a score.
-                await self._reap(worker)
-                worker = None
-            worker = worker or await self._start_one()
-            healthy = worker
-            worker = None  # until it answers
-            try:
-                answer = await healthy.ask(
-                    protocol.ScoreRequest(reward.name, reward.args, sample), self._timeout_s
-                )
-            except OutOfTime:
-                self.num_killed += 1
-                await self._reap(healthy)
-                raise ScoreError(
-                    f"{reward.name}: no score within {self._timeout_s:g} s", retry=True
-                ) from None
-            except _Died as error:
-                self.num_killed += 1
-                await self._reap(healthy)
-                raise ScoreError(f"{reward.name}: {error}", retry=True) from None
-            except asyncio.CancelledError:
-                await self._reap(healthy)  # it still computes
-                raise
-            if answer.is_spent:
-                await self._reap(healthy)
-            else:
-                worker = healthy
-        finally:
-            self.num_busy -= 1
-            self._free.put_nowait(worker)
-        return score_of_reply(answer)
-
-    async def close(self) -> None:
-        if self._watching is not None:
-            self._watching.cancel()
-        await asyncio.gather(*(self._reap(worker) for worker in list(self._living)))
-        if self._output is not None:
-            self._output.close()
-
-    def cpu_s(self) -> float:
-        """Return the CPU seconds of all workers so far, including those that have exited."""
-        return self._reaped_cpu_s + sum(cpu_s(worker.child.pid) for worker in self._living)
-
-    async def _watch(self, memory_mib: int) -> None:
-        while True:
-            await asyncio.sleep(WATCH_EVERY_S)
-            for worker in self._living:
-                if worker.base_mib:
-                    worker.weigh(memory_mib)
-
-    async def _start_one(self, within_s: float = START_S[-1]) -> RewardWorkerProcess:
-        self._output = self._output or WorkerOutput("a reward")
-        if self._watching is None and self._memory_mib is not None:
-            self._watching = asyncio.create_task(self._watch(self._memory_mib))
-        try:
-            referred = [name for reward in self._rewards for name in loading.variables_of(reward)]
-            worker = await RewardWorkerProcess.start(
-                self._output, self._memory_mib, {*self._passed, *referred}
+            slow_start = next(
+                (error for error in errors if isinstance(error, SlowStartError)), None
             )
-        except OSError as error:
-            raise NoWorkerError(f"cannot start a worker process: {error}") from None
-        self._living.add(worker)
-        rewards = self._rewards
-        try:
-            for reward in rewards:
-                loading_it = protocol.LoadRewardRequest(reward.name, reward.args)
-                answer = await worker.ask(loading_it, within_s, f"loading reward {reward.name}")
-                if isinstance(answer, protocol.ScoreFailureReply):
-                    raise NoWorkerError(answer.detail)
-        except OutOfTime as error:
-            await self._reap(worker)
-            raise _SlowStartError(f"a worker process did not load its rewards: {error}") from None
-        except _Died as error:
-            await self._reap(worker)
-            raise NoWorkerError(f"a worker process did not start: {error}") from None
-        except BaseException:
-            await self._reap(worker)
-            raise
-        worker.base_mib = limits.resident_mib(limits.tree(worker.child.pid))
-        worker.loaded = rewards
-        return worker
-
-    async def _reap(self, worker: RewardWorkerProcess) -> None:
-        self._living.discard(worker)
-        self._reaped_cpu_s += cpu_s(worker.child.pid)
-        await worker.kill()
+            if slow_start is None:
+                raise (
+                    UserError(str(errors[0])) if isinstance(errors[0], NoWorkerError) else errors[0]
+                )
+            if not next_s:
+                raise UserError(f"{slow_start}; {attempt} attempts failed")
+            log.warning("%s; trying again with %g s", slow_start, next_s)
 
 
-def score_of_reply(answer: protocol.ScoreReply | protocol.ScoreFailureReply) -> Scored:
+def score_of_reply(answer: protocol.RewardReply) -> Scored:
     """Return the score in a worker's answer.
 
     Raises:

@@ -1,16 +1,16 @@
 """Requests and responses between a program and its tests, over a socket. Runs inside, at both ends.
 
-A frame is a length, four bytes little-endian, and that many bytes of JSON. Either end may send a
-request while the other waits for a response: a test calls a function of the program, which calls a
-function of the test.
+A frame holds JSON. Either end may send a request while the other waits for a response: a test calls
+a function of the program, which calls a function of the test.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from typing import Any
+
+from rlearner_workers.frames import FrameTooLong, read_frame, write_frame
 
 MOST_BYTES = 32 << 20  # of a frame
 ASK = "ask"
@@ -59,31 +59,13 @@ class Channel:
         data = json.dumps(message).encode("ascii")
         if len(data) > MOST_BYTES:
             raise TooMuch(f"{len(data)} bytes, and at most {MOST_BYTES} can be passed on")
-        unsent = memoryview(len(data).to_bytes(4, "little") + data)
-        try:
-            while unsent:
-                unsent = unsent[os.write(self._fd, unsent) :]
-        except OSError:
+        if not write_frame(self._fd, data):
             self._hung_up()
 
     def _receive(self) -> Any:
-        size = int.from_bytes(self._exactly(4), "little")
-        if size > MOST_BYTES:
-            self._hung_up()
         try:
-            kind, content = json.loads(self._exactly(size))
-        except (ValueError, TypeError, RecursionError):
+            # None if it is closed, which is no JSON
+            kind, content = json.loads(read_frame(self._fd, MOST_BYTES) or b"")
+        except (FrameTooLong, ValueError, TypeError, RecursionError):
             self._hung_up()
         return kind, content
-
-    def _exactly(self, count: int) -> bytes:
-        data = bytearray()
-        while len(data) < count:
-            try:
-                piece = os.read(self._fd, min(count - len(data), 1 << 20))
-            except OSError:
-                piece = b""
-            if not piece:
-                self._hung_up()
-            data += piece
-        return bytes(data)

@@ -39,12 +39,19 @@ BOOT: Final = (
     "import marshal, os, sys; code, modules = marshal.loads(os.read(int(sys.argv[2]), "
     "int(sys.argv.pop(1)))); exec(code)"
 )
+_FRAMES: Final = "rlearner_workers.frames"
+
+
+def _ours(*names: str) -> list[str]:
+    return [f"rlearner_sandbox.{name}" for name in names]
+
+
 # What goes along with ``inside.py``, each after what it imports.
 MODULES: Final[dict[Mode, tuple[str, ...]]] = {
     "script": (),
     "calls": (),
-    "asserts": ("plain", "channel", "host"),
-    "tests": ("plain", "channel", "remote", "pytest_subset", "judge"),
+    "asserts": (_FRAMES, *_ours("plain", "channel", "host")),
+    "tests": (_FRAMES, *_ours("plain", "channel", "remote", "pytest_subset", "judge")),
 }
 # Unused in systemd's table of uids. Processes of one uid share limits, so programs have their own.
 FIRST_UID: Final = 0x70000000
@@ -183,15 +190,16 @@ def code(mode: Mode) -> bytes:
     """Return the compiled code of a mode, because compiling it inside would take milliseconds."""
     return marshal.dumps(
         (
-            _compile_module("inside"),
-            {f"rlearner_sandbox.{name}": _compile_module(name) for name in MODULES[mode]},
+            _compile_module("rlearner_sandbox.inside"),
+            {module: _compile_module(module) for module in MODULES[mode]},
         )
     )
 
 
-def _compile_module(name: str) -> CodeType:
-    source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
-    return compile(source, f"{name}.py", "exec", dont_inherit=True)
+def _compile_module(module: str) -> CodeType:
+    package, _, name = module.partition(".")
+    file = Path(__file__).parents[1] / package / f"{name}.py"
+    return compile(file.read_text(encoding="utf-8"), file.name, "exec", dont_inherit=True)
 
 
 @lru_cache(maxsize=8)

@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterable
 from typing import Final
 
 from broker.errors import RlearnerError
-from broker.system.workers.limits import kill_tree
-from broker.system.workers.work_clock import READY, WorkClock
+from broker.system.process_tree import kill_tree
+from broker.system.work_clock import READY, WorkClock
 from rlearner_sandbox.command import SandboxLimits, advice
 from rlearner_sandbox.ended import NO_PYTHON, OUT_OF_TIME, KilledFor, ProgramEnd
 from rlearner_sandbox.usage import most_cpu_s, used_mib
+from rlearner_workers.frames import pack_frame
 
 START_S: Final = 20.0  # until the program begins
 END_S: Final = 10.0  # until all its processes are gone once they have been killed
@@ -288,4 +289,4 @@ def _frame_texts(texts: Iterable[str]) -> bytes:
     encoded = [
         text.encode("utf-8", "surrogatepass").decode("utf-8", "replace").encode() for text in texts
     ]
-    return b"".join(len(data).to_bytes(4, "little") + data for data in encoded)
+    return b"".join(map(pack_frame, encoded))

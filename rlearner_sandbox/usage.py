@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from broker.system.workers.limits import resident_mib
+from broker.system.process_tree import process_tree, resident_mib
 
 _TICKS: Final = os.sysconf("SC_CLK_TCK")
 
@@ -17,7 +17,7 @@ def used_mib(pid: int, enough: float) -> float:
 
     Shared pages count once, which takes time, only if the sum with repeats exceeds ``enough``.
     """
-    pids = _process_tree(pid)
+    pids = process_tree(pid)
     resident = resident_mib(pids)
     if resident <= enough:
         return resident
@@ -27,7 +27,7 @@ def used_mib(pid: int, enough: float) -> float:
 def most_cpu_s(pid: int) -> float:
     """Return the processor seconds of the busiest of the process and its descendants."""
     most = 0
-    for process in _process_tree(pid):
+    for process in process_tree(pid):
         with contextlib.suppress(OSError, IndexError, ValueError):
             fields = (
                 Path(f"/proc/{process}/stat")
@@ -39,18 +39,6 @@ def most_cpu_s(pid: int) -> float:
             stime = int(fields[12])
             most = max(most, utime + stime)
     return most / _TICKS
-
-
-def _process_tree(pid: int) -> list[int]:
-    pids = [pid]
-    # The list grows while it is walked. All threads are read: each lists only its own children.
-    for process in pids:
-        with contextlib.suppress(OSError):
-            for thread in os.listdir(f"/proc/{process}/task"):
-                with contextlib.suppress(OSError):
-                    children = Path(f"/proc/{process}/task/{thread}/children")
-                    pids += map(int, children.read_text(encoding="ascii").split())
-    return pids
 
 
 def _share_mib(pid: int) -> float:

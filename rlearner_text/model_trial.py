@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from broker.errors import ConfigError, UserError
 from broker.system.private_files import private_folder
-from broker.system.workers.environment import worker_environment
+from rlearner_workers.environment import worker_environment
 
 # Published tokenizers take below 3 s, templates milliseconds.
 CPU_S: Final = 20

@@ -30,6 +30,7 @@ from rlearner_text.openai.named_keys import KeyStore
 from rlearner_text.openai.server import bound_socket
 from rlearner_text.openai.token_events import TokenEvent, TokenListener
 from rlearner_text.tokenizer import Tokenizer
+from rlearner_workers.start import start_with_socket
 from rollout.config import RolloutSection
 from rollout.engines.base import Engine, StreamingEngine
 from rollout.http_link import (
@@ -44,6 +45,7 @@ from rollout.http_link import (
     ServerState,
     TokenEntry,
     Tokens,
+    open_http_link,
 )
 
 log = logging.getLogger(__name__)
@@ -145,22 +147,12 @@ class HttpApi:
             OSError: if it cannot listen on its socket.
             UserError: if it ends before it listens.
         """
-        mine, child_end = socket.socketpair()
-        try:
-            with child_end, os.fdopen(os.dup(2), "wb") as errors:
-                fds = child_end.fileno(), self._bound.fileno()
-                command = [sys.executable, "-m", "rollout.http_process", *map(str, fds)]
-                # not SIGTERM, which it ignores: a service sends it to all of its processes, and
-                # this one drains first
-                self._process = spawn(command, errors, pass_fds=fds, death_signal=signal.SIGKILL)
-        except BaseException:
-            mine.close()
-            raise
-        self._link = await HttpLink.over(mine)
+        self._process, ours = await start_with_socket(self._launch)
+        self._link = await open_http_link(ours)
         self._sent_state = None
         self._link.send(self._opening)
         self._say_state()
-        while (message := await self._link.receive()) is not None:
+        while (message := await self._link.receive_or_none()) is not None:
             if isinstance(message, Listening):
                 if message.error:
                     raise OSError(0, message.error)
@@ -170,11 +162,22 @@ class HttpApi:
             "the process of the HTTP API ended before it listened; see its last lines above"
         )
 
+    def _launch(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+        fds = theirs.fileno(), self._bound.fileno()
+        command = [sys.executable, "-m", "rollout.http_process", *map(str, fds)]
+        with os.fdopen(os.dup(2), "wb") as errors:
+            # not SIGTERM, which it ignores: a service sends it to all of its processes, and this
+            # one drains first
+            return spawn(command, errors, pass_fds=fds, death_signal=signal.SIGKILL)
+
     async def _keep(self) -> None:
         """Take what the process sends, and start it again whenever it has ended."""
         pause_s = RESTART_S
         while True:
-            while self._link is not None and (message := await self._link.receive()) is not None:
+            while (
+                self._link is not None
+                and (message := await self._link.receive_or_none()) is not None
+            ):
                 self._take(message)
             for task in self._answering.values():
                 task.cancel()

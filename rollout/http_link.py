@@ -4,16 +4,16 @@ two have.
 
 from __future__ import annotations
 
-import asyncio
 import socket
 from collections.abc import Sequence
 from typing import Final
 
 import msgspec
+from msgspec.msgpack import Decoder
 
 from broker.contract import wire
-from broker.system.workers import line
 from rlearner_text.openai.token_events import TopLogprobs
+from rlearner_workers.link import MessageLink
 
 # request number, token ids, logprobs, policy version, likeliest tokens at each position: the fields
 # of a TokenEvent
@@ -93,47 +93,13 @@ LinkMessage = (
     Opening | ServerState | Tokens | Answered | Listening | ApiRequest | ClientLeft | Logged
 )
 
-_encode: Final = msgspec.msgpack.Encoder().encode
-_decode: Final = msgspec.msgpack.Decoder(LinkMessage).decode
+_MESSAGES: Final[Decoder[LinkMessage]] = Decoder(LinkMessage)
+
+HttpLink = MessageLink[LinkMessage]
 
 
-class HttpLink:
-    """One end of the socket. Nothing waits for the other end: what is unsent is at most all open
-    answers.
+async def open_http_link(end: socket.socket) -> HttpLink:
+    """Return the link over this end. Nothing waits for the other end: what is unsent is at most all
+    open answers.
     """
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._ended = False
-
-    @classmethod
-    async def over(cls, end: socket.socket) -> HttpLink:
-        """Return the link over this end."""
-        return cls(*await asyncio.open_unix_connection(sock=end))
-
-    def send(self, message: LinkMessage) -> None:
-        """Send soon, in the order of the calls; nothing after ``end``."""
-        if not self._ended:
-            self._writer.write(line.frame(_encode(message)))
-
-    async def receive(self) -> LinkMessage | None:
-        """Return the next message; None once the other end has closed, has ended, or sends what is
-        no message.
-        """
-        try:
-            (size,) = line.HEADER.unpack(await self._reader.readexactly(line.HEADER.size))
-            message: LinkMessage = _decode(await self._reader.readexactly(size))
-        except (asyncio.IncompleteReadError, ConnectionError, msgspec.DecodeError):
-            return None
-        return message
-
-    def end(self) -> None:
-        """Send no more."""
-        if not self._ended and self._writer.can_write_eof() and not self._writer.is_closing():
-            self._writer.write_eof()
-        self._ended = True
-
-    def close(self) -> None:
-        self._ended = True
-        self._writer.close()
+    return await MessageLink.open(end, _MESSAGES)

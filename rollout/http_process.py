@@ -35,6 +35,7 @@ from rollout.http_link import (
     Opening,
     ServerState,
     Tokens,
+    open_http_link,
 )
 
 # objects made and not freed, as in the other processes: streams have few cycles
@@ -54,7 +55,7 @@ class HttpProcess:
 
     async def serve(self, listening: socket.socket) -> None:
         """Serve on a bound socket until the link is closed."""
-        opening = await self._link.receive()
+        opening = await self._link.receive_or_none()
         if not isinstance(opening, Opening):
             return
         logging.basicConfig(level=opening.log_level, handlers=[_LinkHandler(self._link)])
@@ -92,7 +93,7 @@ class HttpProcess:
         )
 
     async def _follow(self) -> None:
-        while (message := await self._link.receive()) is not None:
+        while (message := await self._link.receive_or_none()) is not None:
             match message:
                 case Tokens(entries):
                     for number, token_ids, logprobs, version, top in entries:
@@ -145,9 +146,8 @@ class _LinkHandler(logging.Handler):
 
 
 async def _main(link: int, listening: int) -> None:
-    await HttpProcess(await HttpLink.over(socket.socket(fileno=link))).serve(
-        socket.socket(fileno=listening)
-    )
+    process = HttpProcess(await open_http_link(socket.socket(fileno=link)))
+    await process.serve(socket.socket(fileno=listening))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ PRODUCT: Final = (
     "rlearner",
     "rlearner_text",
     "rlearner_sandbox",
+    "rlearner_workers",
 )
 # Statements of the product before names, settings and carriers were worked over (commit 50e2a8ff).
 FIRST_STATEMENTS: Final = 68_901

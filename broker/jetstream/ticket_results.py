@@ -10,7 +10,7 @@ import msgspec
 from broker.contract import wire
 from broker.contract.streams import EVALS, SAMPLES, Stream, ticket_key
 from broker.jetstream.bus import Bus, Delivery
-from broker.system.workers.line import clean
+from broker.system.fault import clean
 
 __all__ = ["close_ticket", "result_log", "ticket_key"]
 

@@ -29,7 +29,7 @@ from broker.system.locks import lock
 from broker.system.log_rotation import MAX_OLD_FILES, limit_bytes
 from broker.system.private_files import private_folder
 from broker.system.redaction import without_secrets
-from broker.system.workers.work_clock import WorkClock
+from broker.system.work_clock import WorkClock
 
 # An older server passes what an account sends on to one other account only.
 OLDEST: Final = (2, 12)

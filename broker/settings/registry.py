@@ -15,7 +15,7 @@ from types import ModuleType
 from typing import Any
 
 from broker.errors import ConfigError
-from broker.system.workers import fault
+from broker.system import fault
 
 
 def resolve(kind: str, name: str, table: Mapping[str, str]) -> Any:

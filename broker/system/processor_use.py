@@ -39,17 +39,21 @@ class ProcessorUse:
         """
         before = self._last
         self._last = now = self._read()
-        cores = float(len(self._cores()))
+        cores = self.num_cores()
         if now.total_s <= before.total_s:
             return {}
         busy = (now.busy_s - before.busy_s) / (now.total_s - before.total_s)
-        quota = self._quota()
-        if 0 < quota < cores:
+        if cores < len(self._cores()):
             # Other containers leave cores idle that this one must not use.
-            own = (now.own_s - before.own_s) / max(now.at - before.at, 1e-9) / quota
-            cores = quota
+            own = (now.own_s - before.own_s) / max(now.at - before.at, 1e-9) / cores
             busy = max(busy, own)
         return {"host/cores": cores, "host/cpu_busy": min(1.0, max(0.0, busy))}
+
+    def num_cores(self) -> float:
+        """Return the cores that this host, or its container, may use at once."""
+        quota = self._quota()
+        cores = float(len(self._cores()))
+        return min(quota, cores) if quota > 0 else cores
 
     def _read(self) -> _CpuTimes:
         busy_s = 0.0

@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
-from broker.system.workers.environment import worker_environment
+from rlearner_workers.environment import worker_environment
 
 WITHIN_S: Final = 20.0
 PROBE: Final = """import importlib.util, sys

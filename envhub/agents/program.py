@@ -6,13 +6,14 @@ import asyncio
 import os
 import signal
 import subprocess
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 from broker.system.children import spawn
-from broker.system.workers import limits
+from broker.system.process_tree import kill_tree
+from rlearner_workers.start import start_in_thread
 
 # of each of the two outputs, from the end
 KEPT_BYTES: Final = 1 << 16
@@ -62,9 +63,17 @@ async def run(
         out, errors = (os.fdopen(write_end, "wb", buffering=0) for _, write_end in outputs)
         with out, errors:
             start = partial(
-                spawn, command, out, stdin=stdin, errors=errors, env=env, cwd=cwd, pass_fds=files
+                spawn,
+                command,
+                out,
+                stdin=stdin,
+                errors=errors,
+                env=env,
+                cwd=cwd,
+                pass_fds=files,
+                death_signal=signal.SIGKILL,
             )
-            child = await _await_start(asyncio.to_thread(start, death_signal=signal.SIGKILL))
+            child = await start_in_thread(start)
     except BaseException:
         for read_end, _ in outputs:
             os.close(read_end)
@@ -75,10 +84,10 @@ async def run(
     try:
         status = await _await_exit(child)
         # what is left of its session would hold the pipes open
-        limits.kill_tree(child.pid)
+        kill_tree(child.pid)
         await asyncio.wait(tail_tasks, timeout=FLUSH_S)
     finally:
-        limits.kill_tree(child.pid)
+        kill_tree(child.pid)
         for task in tail_tasks:
             task.cancel()
         tails = await asyncio.gather(*tail_tasks, return_exceptions=True)
@@ -88,23 +97,6 @@ async def run(
     return ProgramExit(
         status, stdout.decode("utf-8", "replace"), stderr.decode("utf-8", "replace"), is_cut
     )
-
-
-async def _await_start(
-    work: Coroutine[Any, Any, subprocess.Popen[bytes]],
-) -> subprocess.Popen[bytes]:
-    """Wait for a start in a thread; when cancelled, kill the program once it has started."""
-    starting = asyncio.create_task(work)
-    try:
-        return await asyncio.shield(starting)
-    except asyncio.CancelledError:
-        starting.add_done_callback(_kill_started)
-        raise
-
-
-def _kill_started(starting: asyncio.Task[subprocess.Popen[bytes]]) -> None:
-    if starting.exception() is None:
-        limits.kill_tree(starting.result().pid)
 
 
 async def _await_exit(child: subprocess.Popen[bytes]) -> int:

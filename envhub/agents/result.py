@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from broker.contract.strict import text_problem
-from broker.system.workers.fault import MAX_TRACE_CHARS
+from broker.system.fault import MAX_TRACE_CHARS
 from envhub.agents.program import KEPT_BYTES
 from envhub.envs.agent import Source
 

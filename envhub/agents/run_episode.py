@@ -13,7 +13,6 @@ import msgspec
 
 from broker.contract import wire
 from broker.errors import UserError
-from broker.system.workers.environment import worker_environment
 from envhub.agents import program
 from envhub.agents.record import RecordedSample
 from envhub.agents.result import AgentResult, BadResult, read
@@ -28,6 +27,7 @@ from rlearner_text.openai.callers import Caller
 from rlearner_text.openai.connections import Limits
 from rlearner_text.openai.server import HttpServer
 from rlearner_text.tokenizer import Tokenizer
+from rlearner_workers.environment import worker_environment
 
 log = logging.getLogger(__name__)
 

@@ -41,9 +41,9 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from broker.errors import ConfigError, DataError
 from broker.settings.config import DomainSection, Section
 from broker.settings.secret import SecretRef
-from broker.system.workers.start import BOOT
 from envhub.envs.base import Environment, Split
 from rlearner_text.rows.columns import digest_row
+from rlearner_workers.start import BOOT
 
 LAUNCHER: Final = "envhub.agents.call"
 Source = Literal["result", "exit", "none"]

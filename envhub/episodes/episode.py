@@ -13,7 +13,7 @@ import msgspec
 
 from broker.contract import wire
 from broker.runtime.spans import SpanRecorder
-from broker.system.workers.fault import told, trace
+from broker.system.fault import told, trace
 from envhub.envs.base import Environment, Observation, StepResult
 from envhub.episodes.conversation_log import ConversationLog
 from envhub.episodes.frames import first_frame, frame

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -41,6 +42,7 @@ class EpisodeRunners:
         worker_pools: for environments in worker processes.
         max_workers: worker processes, including idle ones, beyond which an idle one makes way for
             another domain's.
+        worker_idle_s: after which the process of an idle environment is ended; None: never.
         idle: environments of finished episodes, by domain, for the next ones.
         lengths: predicts how long turns will be.
         spans: of the hub, for the timeline.
@@ -52,6 +54,7 @@ class EpisodeRunners:
     limits: EpisodeLimits
     worker_pools: WorkerPools = field(default_factory=lambda: WorkerPools(None))
     max_workers: int = 64
+    worker_idle_s: float | None = None
     idle: dict[str, list[Environment]] = field(default_factory=dict)
     lengths: HubLengths = field(default_factory=HubLengths)
     clock: AwakeClock = field(default_factory=AwakeClock)  # of the timeouts of episodes
@@ -100,6 +103,8 @@ class EpisodeRunners:
         else:
             # only a healthy environment is used again; else it is retired below
             if not (isinstance(environment, RemoteEnvironment) and environment.spent):
+                if isinstance(environment, RemoteEnvironment):
+                    environment.idle_since = time.monotonic()
                 self.idle.setdefault(task.domain.name, []).append(environment)
                 environment = None
             return result
@@ -139,8 +144,11 @@ class EpisodeRunners:
 
     async def _environment(self, domain: Domain) -> Environment:
         idle = self.idle.get(domain.name)
-        if idle:
-            return idle.pop()
+        while idle:
+            environment = idle.pop()
+            if not (isinstance(environment, RemoteEnvironment) and environment.is_reaped):
+                return environment
+            self.calls.retire(environment)
         if domain.isolation not in WORKER:
             return await self.calls.make(domain.make, in_thread=domain.isolation == "thread")
         if self.worker_pools.living >= self.max_workers:
@@ -153,6 +161,23 @@ class EpisodeRunners:
             self.calls.retire(environment)
             raise
         return environment
+
+    def stop_idle_workers(self, now: float) -> None:
+        """End worker processes that have waited for their next episode for too long.
+
+        Args:
+            now: monotonic seconds.
+        """
+        if self.worker_idle_s is None:
+            return
+        for name, environments in self.idle.items():
+            for environment in list(environments):
+                if (
+                    isinstance(environment, RemoteEnvironment)
+                    and now - environment.idle_since > self.worker_idle_s
+                ):
+                    self.idle[name].remove(environment)
+                    self.calls.retire(environment)
 
     def _make_way(self) -> None:
         """End the process of an idle environment, of the domain that has most of them."""

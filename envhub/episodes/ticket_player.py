@@ -6,7 +6,7 @@ import logging
 
 from broker.contract.streams import TICKETS
 from broker.errors import described
-from broker.system.workers.fault import TracebackLog
+from broker.system.fault import TracebackLog
 from envhub.episodes.runners import EpisodeRunners
 from envhub.episodes.teachers import TeacherScorer
 from envhub.scheduling.slots import OF_THE_HOST

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from broker.contract import wire
-from broker.system.workers.fault import told
+from broker.system.fault import told
 from envhub.lengths.base import LengthEstimator, UpcomingTurn
 from envhub.lengths.corrections import CorrectedEstimator, LengthCalibration, Quantiles
 from envhub.lengths.history import TaskHistory

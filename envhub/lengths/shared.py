@@ -22,7 +22,7 @@ from broker.contract.checks import MAX_TASKS
 from broker.contract.streams import LENGTHS
 from broker.errors import WireError
 from broker.jetstream.bus import Bus
-from broker.system.workers.fault import told
+from broker.system.fault import told
 from envhub.lengths.base import LengthKnowledge
 from envhub.lengths.predictor import LengthPredictor
 

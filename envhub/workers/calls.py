@@ -19,9 +19,9 @@ from typing import Any, Final
 
 from broker.errors import RlearnerError, described
 from broker.runtime.load_curve import LoadCurve
-from broker.system.workers.fault import told, trace
-from broker.system.workers.work_clock import OutOfTime, answer_within
+from broker.system.fault import told, trace
 from envhub.envs.base import Environment
+from rlearner_workers.patience import OutOfTime, answer_within
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The MessagePack messages between a hub, its domains' forkservers, and their workers."""
+"""The messages between a hub and its domains' workers, and what their forkserver loads."""
 
 from __future__ import annotations
 
@@ -10,55 +10,14 @@ from msgspec.msgpack import Decoder, Encoder
 from broker.contract.wire import PlainSettings
 from envhub.envs.base import Split
 
-# --- hub and forkserver
-
 
 class SetupDomain(msgspec.Struct, frozen=True, tag=True):
-    """The domain whose environment to run; answered by ForkserverReady or RequestRefused."""
+    """The domain whose environment to run; see ``rlearner_workers.forkserver``."""
 
     name: str
     section: PlainSettings
     memory_mib: int | None
     preload: bool  # import it once before forking, else each worker imports it
-
-
-class ForkserverReady(msgspec.Struct, frozen=True, tag=True):
-    """Workers can be forked. A process with several threads should not be."""
-
-    num_threads: int
-
-
-class ForkWorker(msgspec.Struct, frozen=True, tag=True):
-    """Start a worker on the socket sent with this; answered by WorkerForked or RequestRefused."""
-
-
-class WorkerForked(msgspec.Struct, frozen=True, tag=True):
-    """The worker has started."""
-
-    pid: int
-
-
-class ReapWorker(msgspec.Struct, frozen=True, tag=True):
-    """Kill a worker and its descendants; answered by WorkerReaped."""
-
-    pid: int
-    hung_up: bool  # it closed its socket, which means that it is about to exit
-
-
-class WorkerReaped(msgspec.Struct, frozen=True, tag=True):
-    """The worker has ended."""
-
-    how: str  # how it exited by itself, or why it was killed before; empty: killed by this request
-    cpu_s: float  # user and system seconds, its children's included
-
-
-class RequestRefused(msgspec.Struct, frozen=True, tag=True):
-    """The request failed."""
-
-    detail: str
-
-
-# --- hub and worker
 
 
 class MakeEnvironment(msgspec.Struct, frozen=True, tag=True):
@@ -135,15 +94,12 @@ class EnvironmentFailed(msgspec.Struct, frozen=True, tag=True):
     trace: str = ""  # of the exception, for the hub's log
 
 
-Order = SetupDomain | ForkWorker | ReapWorker
-Report = ForkserverReady | WorkerForked | WorkerReaped | RequestRefused
 EnvironmentRequest = (
     MakeEnvironment | ResetEnvironment | StepEnvironment | UseTools | RenderState | CloseEnvironment
 )
 Answer = EnvironmentMade | FirstObservation | StepOutcome | RenderedState | EnvironmentFailed
 
 ENCODER: Final = Encoder()
-ORDERS: Final[Decoder[Order]] = Decoder(Order)
-REPORTS: Final[Decoder[Report]] = Decoder(Report)
+SETUPS: Final[Decoder[SetupDomain]] = Decoder(SetupDomain)
 REQUESTS: Final[Decoder[EnvironmentRequest]] = Decoder(EnvironmentRequest)
 ANSWERS: Final[Decoder[Answer]] = Decoder(Answer)

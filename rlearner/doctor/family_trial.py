@@ -19,10 +19,10 @@ from broker.contract.wire import ACTOR
 from broker.errors import ConfigError
 from broker.settings.preflight import PreflightFinding
 from broker.settings.run_settings import RunSettings
-from broker.system.workers.work_clock import OutOfTime, output_within
 from learner.offline.config import OfflineSettings
 from rlearner_text.families import check_served, check_trained, family_of
 from rlearner_text.hub import read_json, tokenizer_folder
+from rlearner_workers.patience import OutOfTime, output_within
 
 # On the child's own clock, so that a busy machine does not fail the trial.
 LIMIT_S: Final = 300.0

@@ -17,7 +17,7 @@ from broker.system.children import spawn
 from broker.system.entry import EXIT_STOPPED, EXIT_USER_ERROR
 from broker.system.log_rotation import OUTPUT
 from broker.system.logs import error_of
-from broker.system.workers.work_clock import WorkClock
+from broker.system.work_clock import WorkClock
 from rlearner.up.event_log import ProcessEvent
 from rlearner.up.processor_times import ProcessorTimes
 

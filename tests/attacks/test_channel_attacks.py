@@ -33,7 +33,7 @@ from broker.channel.zmq_address import ServerAddress, this_host
 from broker.contract import wire
 from broker.errors import RequestFailed
 from broker.jetstream.bus import Bus
-from broker.system.workers.work_clock import answer_within
+from rlearner_workers.patience import answer_within
 
 KIT = Path(__file__).parents[1] / "kit"
 NOBODY = 65534

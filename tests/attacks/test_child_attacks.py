@@ -17,13 +17,13 @@ import pytest
 
 from broker.settings.config import DomainSection, RewardConfig
 from broker.system.children import spawn
-from broker.system.workers import line
-from broker.system.workers.environment import worker_environment
 from envhub.domain import load_domain
 from envhub.workers.worker_pool import NoWorker, WorkerPools
 from rewardhub.reward_processes import RewardProcesses
 from rewardhub.rewards.base import Sample, Scored
 from rewardhub.worker_pool import NoWorkerError, RewardWorkerPool, ScoreError
+from rlearner_workers.environment import worker_environment
+from rlearner_workers.frames import MAX_ANSWER_BYTES
 
 SECRETS = {
     "RL_BROKER": "nats://ann:broker-password@10.0.0.1:4222",
@@ -216,7 +216,7 @@ import sys
 if sys.argv[1:] and sys.argv[1].isdigit():  # the forkserver's socket
     lie(int(sys.argv[1]), int(sys.argv[1]) + 1)
 """
-TOO_LARGE = f"4294967295 bytes, the limit is {line.MAX_ANSWER_BYTES}"
+TOO_LARGE = f"4294967295 bytes, the limit is {MAX_ANSWER_BYTES}"
 
 
 def resident() -> int:
@@ -245,7 +245,7 @@ async def test_an_announced_size_of_a_judge_reserves_no_memory(
         command = [sys.executable, "-c", LYING_JUDGE, str(theirs.fileno())]
         return spawn(command, output, pass_fds=(theirs.fileno(),), death_signal=signal.SIGKILL)
 
-    monkeypatch.setattr("rewardhub.reward_processes.start", start)
+    monkeypatch.setattr("rlearner_workers.worker_process.start", start)
     hosts, before = RewardProcesses(), resident()
     with pytest.raises(NoWorkerError, match=TOO_LARGE):
         await hosts.score(

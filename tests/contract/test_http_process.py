@@ -19,14 +19,14 @@ from waits import LONG_S, until
 
 from broker.contract import wire
 from broker.errors import UserError
-from broker.system.workers import line
 from rlearner_text.config import TinyModel
 from rlearner_text.openai.backends import ServedModel
 from rlearner_text.openai.token_events import TokenEvent, TokenListener
 from rlearner_text.tiny import _write_tokenizer
+from rlearner_workers.frames import pack_frame
 from rollout.config import RolloutSection
 from rollout.http import HttpApi, prepare_http
-from rollout.http_link import ClientLeft, HttpLink
+from rollout.http_link import ClientLeft, open_http_link
 
 KEY = "a-key-of-these-tests"
 TOKENS = [5, 9, 12, 7]
@@ -205,13 +205,13 @@ async def test_closing_lets_clients_read_what_is_complete(served: Served) -> Non
 
 async def test_a_link_sends_nothing_after_its_end_and_ends_with_what_is_no_message() -> None:
     one, other = socket.socketpair()
-    link, far = await HttpLink.over(one), await HttpLink.over(other)
+    link, far = await open_http_link(one), await open_http_link(other)
     link.send(ClientLeft(7))
     link.end()
     link.send(ClientLeft(8))
-    assert [await far.receive(), await far.receive()] == [ClientLeft(7), None]
-    far._writer.write(line.frame(b"\xc1\xc1\xc1"))
-    assert await link.receive() is None
+    assert [await far.receive_or_none(), await far.receive_or_none()] == [ClientLeft(7), None]
+    far._writer.write(pack_frame(b"\xc1\xc1\xc1"))
+    assert await link.receive_or_none() is None
     link.close()
     far.close()
 

@@ -146,11 +146,6 @@ class Bad(Environment):
         children = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
         children[0].wait()
 
-    def _prints_a_gigabyte(self) -> None:
-        line = b"y" * 65535 + b"\n"
-        for _ in range(16 * 1024):
-            os.write(1, line)
-
     def _prints_to_both(self) -> None:
         print("said", flush=True)
         print("complained", file=sys.stderr, flush=True)

@@ -6,7 +6,6 @@ import asyncio
 import ctypes
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -113,19 +112,6 @@ def leaks(sample: Any) -> float:
 def leaks_a_little(sample: Any) -> float:
     _kept.extend(bytearray(b"x" * (1 << 20)) for _ in range(120))
     return float(os.getpid())
-
-
-def leaks_through_children(sample: Any) -> float:
-    code = "import time; kept = [bytearray(b'x' * (1 << 20)) for _ in range(150)]; time.sleep(600)"
-    children = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(4)]
-    return float(children[0].wait())
-
-
-def prints_a_gigabyte(sample: Any) -> float:
-    line = b"y" * 65535 + b"\n"
-    for _ in range(16 * 1024):
-        os.write(1, line)
-    return 3.0
 
 
 def prints_much(sample: Any) -> float:

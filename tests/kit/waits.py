@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import psutil
 
-from broker.system.workers.work_clock import WorkClock
+from broker.system.work_clock import WorkClock
 
 LONG_S: Final = 60.0 * float(os.environ.get("RL_TEST_PATIENCE", "1"))
 LOOK_EVERY_S: Final = 1.0

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from pydantic import PositiveFloat, PositiveInt
+from typing import Annotated
+
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from broker.settings.config import Section
 
@@ -13,6 +15,7 @@ class EnvhubSection(Section):
     harmless = (
         "n", "step_timeout_s", "episode_timeout_s", "generate_timeout_s", "min_tokens_per_s",
         "max_retries", "max_hung_threads", "broken_after", "score_wait_s", "drain_timeout_s",
+        "worker_envs", "worker_cpus", "worker_idle_s",
     )  # fmt: skip
 
     n: PositiveInt = 64  # environments running at once
@@ -24,6 +27,13 @@ class EnvhubSection(Section):
     max_retries: PositiveInt = 3  # of one turn on other servers, and of one episode after an error
     # of one environment in a worker process; null: no limit
     worker_memory_mib: PositiveInt | None = 2048
+    # environments that share a worker process; one that hangs or crashes ends the others' episodes
+    worker_envs: Annotated[int, Field(ge=1, le=64)] = 1
+    # processors that a worker process needs: a hub with environments in such processes plays no
+    # more at once than its share of the machine has room for; null: n of them
+    worker_cpus: PositiveFloat | None = None
+    # how long a worker process waits for its next episode before it is stopped; null: for ever
+    worker_idle_s: PositiveFloat | None = None
     # environment variables of the hub that environments and agents get, secret ones too
     pass_env: tuple[str, ...] = ()
     # a hub that has lost this many threads in environments exits

@@ -21,7 +21,7 @@ from typing import Final
 from broker.errors import ConfigError, UserError
 from broker.system.children import spawn
 from broker.system.private_files import private_write
-from broker.system.workers.limits import kill_tree
+from broker.system.process_tree import kill_tree
 from rollout.config import RolloutSection
 from rollout.engines.sglang.args import SGLangArgs
 from rollout.engines.sglang.client import SERVER_CANDIDATES

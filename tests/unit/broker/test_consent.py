@@ -218,7 +218,7 @@ def test_secrets_go_where_the_host_says(name: str, url: str, allowed: bool) -> N
 
 
 def test_enforced_rules_reach_child_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    from broker.system.workers.environment import worker_environment
+    from rlearner_workers.environment import worker_environment
 
     monkeypatch.setenv("RL_HOST_RULES", "")
     monkeypatch.setenv("JUDGE_KEY", "abc")

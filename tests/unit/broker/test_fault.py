@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from broker.system.fault import MAX_TRACE_CHARS, TracebackLog, place, told, trace
 from broker.system.logs import LineFormatter
-from broker.system.workers.fault import MAX_TRACE_CHARS, TracebackLog, place, told, trace
 
 CODE = """\
 import asyncio

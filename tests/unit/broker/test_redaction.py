@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.errors import ConfigError
-from broker.system import logs
+from broker.system import fault, logs
 from broker.system.redaction import is_secret_name, redact, why_secret, without_secrets
-from broker.system.workers import fault
 
 SEED = "SUAMK2FG4MI6UE3ACF3FK3OIQBCEIEZV7NSWFFEW63UXMRLFM2XLAXK4GY"
 

@@ -20,7 +20,6 @@ from envhub_kit import Scripted, domain, write_tokenizer
 from source_lines import line_of
 from waits import LONG_S, runs
 
-from broker.system.workers import limits
 from envhub.domain import Domain
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
@@ -49,7 +48,7 @@ async def crew(tokenizer: Tokenizer) -> AsyncIterator[EpisodeRunners]:
         max_workers=4,
     )
     yield made
-    pids = [pid for pool in made.worker_pools._pools.values() for pid in pool.living]
+    pids = [pid for pool in made.worker_pools._pools.values() for pid in pool.workers.living]
     await made.close()
     await gone(*pids)
 
@@ -211,20 +210,6 @@ async def test_a_worker_that_has_used_much_is_not_used_again(crew: EpisodeRunner
     assert len(crew.idle["d"]) == 1
 
 
-async def test_a_gigabyte_of_output_is_dropped(
-    crew: EpisodeRunners, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.INFO)
-    before = limits.resident_mib([os.getpid()])
-    crew.calls = EnvironmentCalls(20.0)
-    assert (await play(crew, bad("prints_a_gigabyte"))).trajectory.success
-    said = [record.getMessage() for record in caplog.records if "prints" in record.getMessage()]
-    assert 1 <= len(said) < 1000
-    assert sum(map(len, said)) < 128 << 10
-    assert said[-1] == "domain d prints too much: dropped for up to 60 s"
-    assert limits.resident_mib([os.getpid()]) - before < 50
-
-
 async def test_what_it_prints_stands_in_the_log(
     crew: EpisodeRunners, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -254,9 +239,7 @@ async def test_a_killed_nursery_costs_its_episodes_and_begins_anew(crew: Episode
     await play(crew, chosen)
     (environment,) = crew.idle["d"]
     assert isinstance(environment, RemoteEnvironment)
-    forkserver = crew.worker_pools._pools["d"]._forkserver
-    assert forkserver is not None
-    forkserver[0].kill()
+    os.kill(crew.worker_pools._pools["d"].workers.forkserver_pid, signal.SIGKILL)
     await gone(environment.pid)  # with its parent
     assert "the worker process died" in await fails(crew, chosen)
     assert (await play(crew, chosen)).trajectory.success
@@ -288,6 +271,36 @@ async def test_idle_environments_of_one_domain_make_way_for_another(crew: Episod
     assert len(crew.idle["two"]) == 4
 
 
+async def test_environments_share_worker_processes(tokenizer: Tokenizer) -> None:
+    shared = EpisodeRunners(
+        tokenizer,
+        Scripted(tokenizer, lambda _: "R"),
+        EnvironmentCalls(STEP_S),
+        EpisodeLimits(600.0, 10.0),
+        WorkerPools(MEMORY_MIB, num_envs=4),
+    )
+    chosen = bad("", "raises", "sleeps")
+    good = await asyncio.gather(*(play(shared, chosen) for _ in range(4)))
+    assert len({played.reference for played in good}) == shared.worker_pools.living == 1
+    # What raises ends its own episode; what hangs ends its process.
+    assert "ValueError" in await fails(shared, chosen, 1)
+    assert (await play(shared, chosen)).reference == good[0].reference
+    assert LATE in await fails(shared, chosen, 2)
+    await gone(int(good[0].reference))
+    await shared.close()
+
+
+async def test_idle_worker_processes_are_stopped(crew: EpisodeRunners) -> None:
+    crew.worker_idle_s = 10.0
+    pid = int((await play(crew, bad())).reference)
+    crew.stop_idle_workers(time.monotonic() + 9.0)
+    assert len(crew.idle["d"]) == 1
+    crew.stop_idle_workers(time.monotonic() + 11.0)
+    assert not crew.idle["d"]
+    await gone(pid)
+    assert (await play(crew, bad())).trajectory.success
+
+
 async def test_a_module_that_starts_threads_is_imported_by_each_worker(
     crew: EpisodeRunners, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -313,7 +326,7 @@ def test_workers_do_not_outlive_a_hub_that_is_killed(tmp_path: Path) -> None:
         "    await one.constructor()\n"
         "    asyncio.create_task(one.reset(0, 'train', 0))\n"
         "    await asyncio.sleep(1)\n"
-        "    print(one.pid, one._pool._forkserver[0].pid, flush=True)\n"
+        "    print(one.pid, one.worker.workers.forkserver_pid, flush=True)\n"
         "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )

@@ -14,6 +14,7 @@ PACKAGES = (
     "broker",
     "rlearner_text",
     "rlearner_sandbox",
+    "rlearner_workers",
     "learner",
     "rlearner",
     "rollout",

@@ -150,7 +150,7 @@ def test_sample_with_its_row_passes_through_the_wire() -> None:
     request = protocol.ScoreRequest("instruction_following", {}, sample('"A river"'))
     worker = RewardWorker()
     try:
-        reply = worker.answer(protocol.decode_request(protocol.encode_message(request)))
+        reply = worker.answer(protocol.REQUESTS.decode(msgspec.msgpack.encode(request)))
     finally:
         worker.close()
     assert isinstance(reply, protocol.ScoreReply)

@@ -214,12 +214,11 @@ async def test_its_process_takes_many_at_once_within_the_limit_and_is_replaced_w
         assert {type(one) for one in scores} == {Scored}
         assert [one.value for one in scores] == [0.5] * 12
         assert endpoint.most_at_once == 4
-        (process,) = (one for kind in hosts._kinds.values() for one in kind.processes)
-        assert process is not None
+        (process,) = (worker for pool in hosts.pools.values() for worker in pool.living)
         late = asyncio.create_task(hosts.score(reward, sample("late")))
         await asyncio.sleep(0.05)
-        os.kill(process.child.pid, signal.SIGKILL)
-        with pytest.raises(ScoreError, match="judge: its process died by SIGKILL") as caught:
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(ScoreError, match="judge: the worker process died by SIGKILL") as caught:
             await late
         assert caught.value.retry
         assert (await hosts.score(reward, sample("late"))).value == 0.5
@@ -244,9 +243,8 @@ async def test_a_process_that_says_nothing_any_more_is_killed(
     hosts = RewardProcesses()
     await hosts.start({"domains.essays.rewards.0": reward})
     try:
-        (process,) = (one for kind in hosts._kinds.values() for one in kind.processes)
-        assert process is not None
-        os.kill(process.child.pid, signal.SIGSTOP)
+        (process,) = (worker for pool in hosts.pools.values() for worker in pool.living)
+        os.kill(process.pid, signal.SIGSTOP)
         with pytest.raises(ScoreError, match=r"^judge: no score within 0\.6 s$") as caught:
             await hosts.score(reward, sample())
         assert caught.value.retry

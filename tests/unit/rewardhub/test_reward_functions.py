@@ -37,8 +37,8 @@ def answer(
     asked = protocol.ScoreRequest(f"{HERE}:{name}", args, changed)
     # Through the bytes, as between processes.
     with closing(RewardWorker()) as worker:
-        reply = worker.answer(protocol.decode_request(protocol.encode_message(asked)))
-    return protocol.decode_reply(protocol.encode_message(reply))
+        reply = worker.answer(protocol.REQUESTS.decode(msgspec.msgpack.encode(asked)))
+    return protocol.REPLIES.decode(msgspec.msgpack.encode(reply))
 
 
 def test_functions_answer_numbers_or_parts() -> None:
@@ -71,8 +71,8 @@ def test_coroutines_share_one_loop() -> None:
 @pytest.mark.parametrize(
     ("name", "detail", "retry"),
     [
-        ("raises", "KeyError: 'no such thing' (reward_functions.py:38 in raises)", True),
-        ("exits", "SystemExit: 3 (reward_functions.py:42 in exits)", True),
+        ("raises", "KeyError: 'no such thing' (reward_functions.py:37 in raises)", True),
+        ("exits", "SystemExit: 3 (reward_functions.py:41 in exits)", True),
         ("nan", "the reward must be finite, got nan", False),
         ("nothing", "the reward must be a number, got NoneType None", False),
         ("text", "the reward must be a number, got str '1.0'", False),

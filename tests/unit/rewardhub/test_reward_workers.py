@@ -21,6 +21,7 @@ from broker.settings.config import RewardConfig
 from rewardhub import worker_pool as workers_module
 from rewardhub.rewards.base import Sample, Scored
 from rewardhub.worker_pool import NoWorkerError, RewardWorkerPool, ScoreError
+from rlearner_workers import worker_process
 
 HERE = str(Path(__file__).parents[2] / "kit" / "reward_functions.py")
 
@@ -42,7 +43,7 @@ async def workers() -> AsyncIterator[RewardWorkerPool]:
     pool = RewardWorkerPool(2, 1.0, [reward("length")], memory_mib=200)
     await pool.start()
     yield pool
-    children = [worker.child.pid for worker in pool._living]
+    children = [worker.pid for worker in pool.living]
     await pool.close()
     assert not [pid for pid in children if psutil.pid_exists(pid)]
 
@@ -78,8 +79,8 @@ async def test_math_answers_in_a_worker(workers: RewardWorkerPool) -> None:
     [
         ("hangs", "hangs: no score within 1 s", 1),
         ("crashes", "crashes: the worker process died by SIGABRT", 1),
-        ("raises", r"raises: KeyError: 'no such thing' \(reward_functions.py:38 in raises\)", 0),
-        ("exits", r"exits: SystemExit: 3 \(reward_functions.py:42 in exits\)", 0),
+        ("raises", r"raises: KeyError: 'no such thing' \(reward_functions.py:37 in raises\)", 0),
+        ("exits", r"exits: SystemExit: 3 \(reward_functions.py:41 in exits\)", 0),
     ],
 )
 async def test_a_bad_reward_costs_only_itself(
@@ -137,12 +138,12 @@ async def test_a_number_that_is_none_is_not_worth_another_try(workers: RewardWor
 
 async def test_each_fault_says_what_it_was(workers: RewardWorkerPool) -> None:
     faults = {
-        "interrupts": r"interrupts: KeyboardInterrupt \(reward_functions.py:150 in interrupts\)$",
+        "interrupts": r"interrupts: KeyboardInterrupt \(reward_functions.py:136 in interrupts\)$",
         "reads_nowhere": "reads_nowhere: the worker process died by SIGSEGV$",
         "ignores_signals": "ignores_signals: no score within 1 s$",
         "says_nothing_printable": r"says_nothing_printable: ValueError: a\?b "
-        r"\(reward_functions.py:158 in says_nothing_printable\)$",
-        "leaks": r"leaks: MemoryError \(reward_functions.py:110 in leaks\)$",
+        r"\(reward_functions.py:144 in says_nothing_printable\)$",
+        "leaks": r"leaks: MemoryError \(reward_functions.py:109 in leaks\)$",
     }
     refusals = {
         "ten_megabytes": r"the reward must be a number, got str 'x+\.\.\.$",
@@ -160,19 +161,6 @@ async def test_each_fault_says_what_it_was(workers: RewardWorkerPool) -> None:
     assert (await workers.score(reward("length"), sample("ab"))).value == 2.0
 
 
-async def test_memory_is_counted_over_all_that_it_started() -> None:
-    pool = RewardWorkerPool(1, 20.0, [], memory_mib=200)
-    try:
-        with pytest.raises(
-            ScoreError,
-            match=r"leaks_through_children: the worker process was killed: it took \d+ MiB, the limit is 200",
-        ):
-            await pool.score(reward("leaks_through_children"), sample())
-        assert (await pool.score(reward("length"), sample("ab"))).value == 2.0
-    finally:
-        await pool.close()
-
-
 async def test_a_worker_that_has_used_much_is_replaced_before_a_score_fails_for_it() -> None:
     pool = RewardWorkerPool(1, 20.0, [], memory_mib=200)
     try:
@@ -181,19 +169,6 @@ async def test_a_worker_that_has_used_much_is_replaced_before_a_score_fails_for_
         assert pool.num_killed == 0
     finally:
         await pool.close()
-
-
-async def test_a_gigabyte_of_output_is_dropped(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
-    pool = RewardWorkerPool(1, 20.0, [])
-    try:
-        assert (await pool.score(reward("prints_a_gigabyte"), sample())).value == 3.0
-    finally:
-        await pool.close()
-    said = [message for message in caplog.messages if "prints" in message]
-    assert 1 <= len(said) < 1000
-    assert sum(map(len, said)) < 128 << 10
-    assert "a reward prints too much: dropped for up to 60 s" in said
 
 
 async def test_a_reward_may_print(workers: RewardWorkerPool) -> None:
@@ -216,24 +191,12 @@ async def test_what_a_killed_worker_started_dies_with_it(
             pytest.fail(f"{name} {pid} is still alive")
 
 
-async def test_cancelled_work_does_not_answer_the_next_question(workers: RewardWorkerPool) -> None:
-    task = asyncio.create_task(workers.score(reward("hangs"), sample()))
-    await asyncio.sleep(0.3)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert (
-        await asyncio.gather(*(workers.score(reward("length"), sample("abcd")) for _ in range(4)))
-        == [Scored(4.0)] * 4
-    )
-
-
 async def test_a_reward_that_cannot_be_loaded_stops_the_start() -> None:
     pool = RewardWorkerPool(2, 1.0, [reward("absent")])
     with pytest.raises(UserError, match="has no 'absent'"):
         await pool.start()
     await pool.close()
-    assert not pool._living
+    assert not pool.living
 
 
 SLOW_MODULE = """
@@ -277,14 +240,7 @@ async def test_a_start_that_fails_names_its_reason(
     ):
         await pool.start()
     await pool.close()
-    assert not pool._living
-
-
-async def test_cpu_time_is_counted_beyond_the_death_of_a_worker(workers: RewardWorkerPool) -> None:
-    before = workers.cpu_s()
-    with pytest.raises(ScoreError):
-        await workers.score(reward("hangs_on_x"), sample("x"))
-    assert workers.cpu_s() - before > 0.3
+    assert not pool.living
 
 
 def test_workers_do_not_outlive_a_hub_that_is_killed(tmp_path: Path) -> None:
@@ -293,7 +249,7 @@ def test_workers_do_not_outlive_a_hub_that_is_killed(tmp_path: Path) -> None:
         "async def main():\n"
         "    pool = RewardWorkerPool(2, 5.0, [])\n"
         "    await pool.start()\n"
-        "    print(*(w.child.pid for w in pool._living), flush=True)\n"
+        "    print(*(w.pid for w in pool.living), flush=True)\n"
         "    await asyncio.sleep(600)\n"
         "asyncio.run(main())\n"
     )
@@ -318,15 +274,15 @@ async def test_a_machine_that_starts_no_process_is_nobodys_zero(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pool = RewardWorkerPool(1, 5.0, [])
-    real = workers_module.start
+    real = worker_process.start
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise OSError("out of processes")
 
-    monkeypatch.setattr(workers_module, "start", refuse)
+    monkeypatch.setattr(worker_process, "start", refuse)
     with pytest.raises(NoWorkerError, match="cannot start a worker process: out of processes"):
         await pool.score(reward("length"), sample())
-    monkeypatch.setattr(workers_module, "start", real)
+    monkeypatch.setattr(worker_process, "start", real)
     # the place was not lost
     assert (await pool.score(reward("length"), sample("abc"))).value == 3.0
     await pool.close()

@@ -6,6 +6,7 @@ import logging
 import os
 import threading
 import time
+from functools import cached_property
 from typing import IO, Final
 
 log = logging.getLogger(__name__)
@@ -20,33 +21,37 @@ DROP_BYTES: Final = 1 << 20
 
 
 class WorkerOutput:
-    """A pipe that any number of processes write to.
+    """A pipe that any number of processes write to; opened when it is first used.
 
     Attributes:
-        file: the end to write to, for ``broker.system.children.spawn``.
         dropped: bytes that were not logged.
     """
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._end, theirs = os.pipe()
-        self.file: IO[bytes] = os.fdopen(theirs, "wb", buffering=0)
         self.dropped = 0
         self._left = BUDGET_BYTES
         self._full_again = time.monotonic() + REFILL_S
-        threading.Thread(target=self._read, name="worker-output", daemon=True).start()
+
+    @cached_property
+    def file(self) -> IO[bytes]:
+        """The end to write to, for ``broker.system.children.spawn``."""
+        ours, theirs = os.pipe()
+        threading.Thread(target=self._read, args=(ours,), name="worker-output", daemon=True).start()
+        return os.fdopen(theirs, "wb", buffering=0)
 
     def close(self) -> None:
         """Close this end; output of other processes is read until they end."""
-        self.file.close()
+        if "file" in vars(self):
+            self.file.close()
 
-    def _read(self) -> None:
+    def _read(self, end: int) -> None:
         with open(os.devnull, "wb", buffering=0) as nowhere:
             try:
-                while self._drop(nowhere) if self._spent() else self._log():
+                while self._drop(end, nowhere) if self._spent() else self._log(end):
                     pass
             finally:
-                os.close(self._end)
+                os.close(end)
 
     def _spent(self) -> bool:
         now = time.monotonic()
@@ -55,8 +60,8 @@ class WorkerOutput:
             self._full_again = now + REFILL_S
         return self._left <= 0
 
-    def _log(self) -> int:
-        data = os.read(self._end, CHUNK_BYTES)
+    def _log(self, end: int) -> int:
+        data = os.read(end, CHUNK_BYTES)
         for line in data.decode("utf-8", "replace").splitlines():
             if self._left <= 0:
                 break
@@ -67,8 +72,8 @@ class WorkerOutput:
             log.warning("%s prints too much: dropped for up to %g s", self._name, REFILL_S)
         return len(data)
 
-    def _drop(self, nowhere: IO[bytes]) -> int:
+    def _drop(self, end: int, nowhere: IO[bytes]) -> int:
         """Drop output without copying it: a gigabyte costs the hub next to nothing."""
-        count = os.splice(self._end, nowhere.fileno(), DROP_BYTES)
+        count = os.splice(end, nowhere.fileno(), DROP_BYTES)
         self.dropped += count
         return count

@@ -15,13 +15,14 @@ from typing import Final
 
 from broker.system.logs import TRACEBACK
 from broker.system.redaction import redact
-from broker.system.workers.line import clean, said
 
 MAX_TRACE_CHARS: Final = 8000
 MAX_DISTINCT: Final = 100  # tracebacks in one log
 
-_ROOT: Final = Path(__file__).resolve().parents[3]
-_PACKAGES: Final = ("broker", "envhub", "learner", "rewardhub", "rlearner_text", "rollout")
+_ROOT: Final = Path(__file__).resolve().parents[2]
+_PACKAGES: Final = (
+    "broker", "envhub", "learner", "rewardhub", "rlearner_text", "rlearner_workers", "rollout",
+)  # fmt: skip
 _OURS: Final = tuple(f"{_ROOT / name}{os.sep}" for name in _PACKAGES)
 # packages of ours that run where a user's could
 _SUPPLIED: Final = tuple(f"{_ROOT / name}{os.sep}" for name in ("envhub/envs", "rewardhub/rewards"))
@@ -84,6 +85,19 @@ def trace(error: BaseException) -> str:
     if len(text) <= MAX_TRACE_CHARS:
         return text
     return f"{text[:half]}\n  ... {len(text) - 2 * half} characters left out ...\n{text[-half:]}"
+
+
+def said(error: BaseException) -> str:
+    """Return the text of a user's exception in one line that can be sent."""
+    try:
+        return clean(str(error))
+    except Exception as second:  # noqa: BLE001 - its __str__ fails
+        return f"(and cannot say what, {type(second).__name__})"
+
+
+def clean(text: str, limit: int = 500) -> str:
+    """Return one line of at most ``limit`` characters of valid Unicode."""
+    return " ".join(text[: 4 * limit].split())[:limit].encode("utf-8", "replace").decode()
 
 
 class TracebackLog:

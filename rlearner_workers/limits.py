@@ -1,4 +1,4 @@
-"""Limits the resources of worker processes, and kills them with all their descendants (Linux)."""
+"""Limits the resources of worker processes, and describes how they ended (Linux)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import contextlib
 import os
 import resource
 import signal
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-MIB: Final = 1 << 20
-_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+from broker.system.process_tree import MIB, resident_mib
+
 # of 1000: out of memory, the kernel kills a worker before the hub or the learner
 _FIRST_TO_GO: Final = "500"
 
@@ -56,39 +55,6 @@ def _data_bytes() -> int:
         if line.startswith("VmData:"):
             return int(line.split()[1]) * 1024
     return 0
-
-
-def resident_mib(pids: Iterable[int]) -> float:
-    """Return the resident memory of some processes; those that have ended count 0."""
-    pages = 0
-    for pid in pids:
-        with contextlib.suppress(OSError, IndexError, ValueError):
-            pages += int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
-    return pages * _PAGE / MIB
-
-
-def tree(pid: int) -> list[int]:
-    """Return the process and all its descendants."""
-    pids = [pid]
-    for process in pids:
-        with contextlib.suppress(OSError):
-            pids += map(
-                int,
-                Path(f"/proc/{process}/task/{process}/children")
-                .read_text(encoding="ascii")
-                .split(),
-            )
-    return pids
-
-
-def kill_tree(pid: int) -> None:
-    """Send SIGKILL to a process, its session, and its descendants in other sessions."""
-    doomed = tree(pid)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    for process in doomed:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
 
 
 def how_ended(status: int) -> str:

@@ -1,1 +1,0 @@
-"""Worker processes that run users' code: starting, messages, limits and their output."""
