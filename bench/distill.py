@@ -202,15 +202,15 @@ def measure(folder: Path, scale: Scale) -> dict[str, Any]:
     }
 
 
-def episodes_of(run: Path) -> int:
-    """Return the episodes of one step of a run."""
+def episodes_of(run: Path, domain: str = "lake") -> int:
+    """Return the episodes of one step of a run with one trained domain."""
     from broker.settings.run_settings import RunSettings
     from learner.resume_checks import read_settings
 
     config = read_settings(run)
     assert config is not None
     settings = RunSettings.of_config(config)
-    return settings.train.groups_per_step * settings.domains["lake"].group_size
+    return settings.train.groups_per_step * settings.domains[domain].group_size
 
 
 def parse_rates(text: str) -> list[float]:

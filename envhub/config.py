@@ -52,6 +52,8 @@ def check(settings: RunSettings) -> RunSettings:
     check_templates(settings, tokenizer)
     for name in settings.teachers:
         _check_teacher(name, settings, tokenizer)
+    for name in settings.policies:
+        _check_policy(name, settings, tokenizer)
     return settings
 
 
@@ -63,8 +65,6 @@ def _check_teacher(name: str, settings: RunSettings, tokenizer: Tokenizer | None
             change.
     """
     from envhub.envs import AGENTS
-    from rlearner_text.tokenizer import Tokenizer
-    from rlearner_text.vocabularies.difference import vocabulary_difference
 
     teacher = settings.teachers[name]
     for domain_name, domain in settings.domains.items():
@@ -75,16 +75,54 @@ def _check_teacher(name: str, settings: RunSettings, tokenizer: Tokenizer | None
                     raise ConfigError(f"teachers.{name}.{field}", value, allowed)
     if tokenizer is None or teacher.model_path is None:
         return
-    key = f"teachers.{name}.model_path"
-    remote_code = settings.model.trust_remote_code
-    loaded = Tokenizer.load(teacher.model_path, key=key, trust_remote_code=remote_code)
-    difference = vocabulary_difference(tokenizer, loaded)
+    key = f"teachers.{name}"
+    difference = _vocabulary_difference(key, teacher.model_path, settings, tokenizer)
     if difference and teacher.tokenizer == "same":
         allowed = (
-            f"a model with the policy's vocabulary ({difference}), or set "
-            f"teachers.{name}.tokenizer to aligned"
+            f"a model with the policy's vocabulary ({difference}), or set {key}.tokenizer to "
+            "aligned"
         )
-        raise ConfigError(key, teacher.model_path, allowed)
+        raise ConfigError(f"{key}.model_path", teacher.model_path, allowed)
+
+
+def _vocabulary_difference(
+    key: str, model_path: str, settings: RunSettings, tokenizer: Tokenizer
+) -> str:
+    """Return how a model's vocabulary differs from the trained policy's, empty if it does not."""
+    from rlearner_text.tokenizer import Tokenizer
+    from rlearner_text.vocabularies.difference import vocabulary_difference
+
+    remote_code = settings.model.trust_remote_code
+    loaded = Tokenizer.load(model_path, key=f"{key}.model_path", trust_remote_code=remote_code)
+    return vocabulary_difference(tokenizer, loaded)
+
+
+def _check_policy(name: str, settings: RunSettings, tokenizer: Tokenizer | None) -> None:
+    """Check that a script can be loaded, and a served policy reads the trained policy's tokens.
+
+    Raises:
+        ConfigError: if not.
+    """
+    from broker.settings.sections import parse
+    from envhub.envs import AGENTS
+    from envhub.players.host import load_player
+
+    key = f"policies.{name}"
+    policy = settings.policies[name]
+    for domain_name, domain in settings.domains.items():
+        if domain.policy == name and domain.env in AGENTS:
+            allowed = "actor: an agent calls the trained policy; give its program another endpoint"
+            raise ConfigError(f"domains.{domain_name}.policy", name, allowed)
+    if policy.script:
+        parse(f"{key}.args", policy.args, load_player(f"{key}.script", policy.script).Args)
+    if tokenizer is None or policy.model_path is None or policy.tokenizer == "own":
+        return
+    if difference := _vocabulary_difference(key, policy.model_path, settings, tokenizer):
+        allowed = (
+            f"a model with the trained policy's vocabulary ({difference}), or set {key}.tokenizer "
+            "to own"
+        )
+        raise ConfigError(f"{key}.model_path", policy.model_path, allowed)
 
 
 def check_templates(settings: RunSettings, tokenizer: Tokenizer | None) -> None:

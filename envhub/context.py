@@ -11,11 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from broker.errors import ConfigError
 from broker.settings.registry import check_call, resolve
 
 Memory = Callable[[str, Sequence[tuple[str, str]], str, int], str]
+MEMORIES: Final[dict[str, str]] = {
+    "present": "envhub.context:present",
+    "recent": "envhub.context:recent",
+}
 
 
 def recent(opening: str, past: Sequence[tuple[str, str]], now: str, history_length: int) -> str:
@@ -37,6 +42,11 @@ def recent(opening: str, past: Sequence[tuple[str, str]], now: str, history_leng
     return "\n".join([opening, *parts, now])
 
 
+def present(opening: str, past: Sequence[tuple[str, str]], now: str, history_length: int) -> str:
+    """Return the present observation alone, where it says all that matters, as a board does."""
+    return now
+
+
 def load_memory(key: str, name: str) -> Memory:
     """Return the function that ``domains.<name>.memory`` names.
 
@@ -44,7 +54,7 @@ def load_memory(key: str, name: str) -> Memory:
         ConfigError: if there is no such function.
     """
     try:
-        memory: Memory = resolve("memories", name, {"recent": "envhub.context:recent"})
+        memory: Memory = resolve("memories", name, MEMORIES)
     except ConfigError as error:
         raise ConfigError(key, name, error.allowed) from None
     check_call(key, name, memory, ("opening", "past", "now", "history_length"))

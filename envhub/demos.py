@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from broker.contract.wire import ACTOR
 from broker.errors import ConfigError, UserError
+from broker.settings.config import seat_policies
 from broker.settings.run_settings import RunSettings
 from broker.system.private_files import draft_of
 from envhub.domain import Domain, load_domains
-from envhub.envs.base import can_demonstrate
+from envhub.envs.base import History, can_demonstrate
 from envhub.servers.turn import mix
 from rlearner_text.tool_calls import ToolCall
 
@@ -111,7 +113,8 @@ def demonstrations(
 ) -> Iterator[tuple[list[Messages], bool]]:
     """Yield each episode's conversations and success, on training tasks 0, 1, 2 and so on.
 
-    An episode is one conversation, or one per turn with context steps.
+    An episode is one conversation of each seat that the trained policy may play, or one per turn
+    with context steps. The solver plays all seats.
     """
     environment = domain.make()
     if any(
@@ -124,38 +127,72 @@ def demonstrations(
         )
     rng = np.random.default_rng([seed, 1])
     for index in range(episodes):
-        observation: Any = environment.reset(index, "train", mix(seed, index))
-        steps = domain.steps()
+        view: Any = environment.reset(index, "train", mix(seed, index))
         success = False
-        conversations = [
-            domain.messages(
-                observation.text if steps is None else steps.open(observation.text),
-                observation.history,
-            )
-        ]
-        for turn in range(1, domain.section.max_turns + 1):
+        seats: dict[str, _SeatDemonstration] = {}
+        for _ in range(domain.section.max_turns * max(len(domain.seats), 1)):
+            seat = seats.setdefault(view.seat, _SeatDemonstration(domain, view.history))
+            seat.observe(view.text)
             action = environment.demonstrate(rng, noise)
+            step: Any
             if isinstance(action, str):
-                role = "user"
-                step: Any = environment.step(action)
-                conversations[-1].append({"role": "assistant", "content": action})
+                step = environment.step(action)
             else:
-                role = "tool"
                 step = environment.use(action)
-                conversations[-1].append(_call_message(action))
+            seat.act(action)
             success = step.success
-            if step.done or turn == domain.section.max_turns:
+            view = step.observation
+            if step.done:
                 break
-            if steps is None:
-                conversations[-1].append({"role": role, "content": step.observation.text})
-            elif isinstance(action, str):
-                prompt = steps.acted(action, step.observation.text)
-                conversations.append(domain.messages(prompt, observation.history))
-            else:
-                problem = "demonstrations of tool calls need whole conversations, not context steps"
-                raise UserError(f"domains.{domain.name}.context: {problem}")
+        conversations = [
+            conversation
+            for name, seat in seats.items()
+            if not domain.seats or ACTOR in seat_policies(domain.section.seats[name])
+            for conversation in seat.conversations
+        ]
         yield conversations, success
     environment.close()
+
+
+class _SeatDemonstration:
+    """What a seat sees and does in an episode, as conversations."""
+
+    def __init__(self, domain: Domain, history: History) -> None:
+        self._domain = domain
+        self._history = history
+        self._steps = domain.steps()
+        self._action = ""
+        self._role = "user"
+        self.conversations: list[Messages] = []
+
+    def observe(self, text: str) -> None:
+        """Add an observation, to the conversation or as a new one."""
+        if self.conversations and self._steps is None:
+            self.conversations[-1].append({"role": self._role, "content": text})
+            return
+        prompt = text
+        if self._steps is not None and not self.conversations:
+            prompt = self._steps.open(text)
+        elif self._steps is not None:
+            prompt = self._steps.acted(self._action, text)
+        self.conversations.append(self._domain.messages(prompt, self._history))
+
+    def act(self, action: str | Sequence[ToolCall]) -> None:
+        """Add what the seat did.
+
+        Raises:
+            UserError: if it called tools with context steps.
+        """
+        if isinstance(action, str):
+            self._action = action
+            self._role = "user"
+            self.conversations[-1].append({"role": "assistant", "content": action})
+            return
+        if self._steps is not None:
+            problem = "demonstrations of tool calls need whole conversations, not context steps"
+            raise UserError(f"domains.{self._domain.name}.context: {problem}")
+        self._role = "tool"
+        self.conversations[-1].append(_call_message(action))
 
 
 def _call_message(calls: Sequence[ToolCall]) -> dict[str, Any]:

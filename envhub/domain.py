@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +12,7 @@ from broker.settings.config import (
     DomainSection,
     Section,
     reads_episode,
+    seat_policies,
     shows_anchors,
     takes_steps,
 )
@@ -23,6 +24,7 @@ from envhub.envs import AGENTS, ENVS
 from envhub.envs.agent import AgentEnvironment
 from envhub.envs.base import Environment, History, Isolation, Split
 from envhub.lengths.selection import EstimatorChoice, load_estimator
+from envhub.servers.turn import mix
 from rlearner_text.template_rules import Examples
 
 
@@ -37,6 +39,7 @@ class Domain:
     memory: Memory | None = None  # with context steps: makes a turn's prompt
     # whether the text that a turn answers is its anchor, where the environment gives none
     shows_anchors: bool = False
+    seat: str = ""  # as which it is played, see ``for_seat``
 
     @property
     def isolation(self) -> Isolation:
@@ -84,9 +87,41 @@ class Domain:
 
     @cached_property
     def tools(self) -> str:
-        """The environment's tools as JSON, empty if it has none."""
+        """The environment's tools as JSON, empty if it has none, or not for this seat."""
+        if self.seat and self.seat not in self.environment.tool_seats(self.args):
+            return ""
         functions = self.environment.tools(self.args)
         return json.dumps(functions) if functions else ""
+
+    @cached_property
+    def seats(self) -> tuple[str, ...]:
+        """The environment's seats, empty if one policy plays all of it."""
+        return self.environment.seats(self.args)
+
+    @cached_property
+    def _seat_domains(self) -> dict[str, Domain]:
+        return {seat: replace(self, seat=seat) for seat in self.seats}
+
+    def for_seat(self, seat: str) -> Domain:
+        """Return the domain as one seat plays it; itself without seats."""
+        return self._seat_domains[seat] if seat else self
+
+    def first_seat(self, task_index: int) -> str:
+        """Return where the player of the first seat sits in a task."""
+        shift = task_index % len(self.seats) if self.section.rotate_seats else 0
+        return self.seats[shift]
+
+    def seat_players(self, task_index: int, seed: int) -> dict[str, str]:
+        """Return the policy of each seat in a task, in the environment's order.
+
+        Args:
+            seed: of the ticket, by which policies of a list are drawn.
+        """
+        entries = [seat_policies(self.section.seats[seat]) for seat in self.seats]
+        players = [entry[mix(seed, number) % len(entry)] for number, entry in enumerate(entries)]
+        shift = self.seats.index(self.first_seat(task_index))
+        moved = players[len(players) - shift :] + players[: len(players) - shift]
+        return dict(zip(self.seats, moved, strict=True))
 
     @cached_property
     def make_estimator(self) -> EstimatorChoice:
@@ -155,6 +190,7 @@ def load_domain(name: str, section: DomainSection, adv_estimator: str = "") -> D
         )
     _check_methods(f"domains.{name}.env", section.env, environment)
     arguments = parse(f"domains.{name}.env_args", section.env_args, environment.Args)
+    _check_seats(name, section, environment.seats(arguments))
     memory = load_memory(f"domains.{name}.memory", section.memory)
     has_steps = takes_steps(section.context, adv_estimator)
     return Domain(
@@ -165,6 +201,18 @@ def load_domain(name: str, section: DomainSection, adv_estimator: str = "") -> D
         memory if has_steps else None,
         shows_anchors=shows_anchors(section.anchors, adv_estimator),
     )
+
+
+def _check_seats(name: str, section: DomainSection, seats: tuple[str, ...]) -> None:
+    """Check that each seat has a player."""
+    key = f"domains.{name}"
+    if set(section.seats) != set(seats):
+        allowed = f"left out: environment {section.env} has no seats"
+        if seats:
+            allowed = f"who plays each seat of environment {section.env}: {', '.join(seats)}"
+        raise ConfigError(f"{key}.seats", section.seats, allowed)
+    if section.rotate_seats and len(seats) < 2:
+        raise ConfigError(f"{key}.rotate_seats", True, "false without several seats")
 
 
 def _check_methods(key: str, name: str, environment: type[Environment]) -> None:

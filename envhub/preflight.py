@@ -6,16 +6,20 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from broker.settings.preflight import PreflightFinding
 from broker.settings.run_settings import RunSettings
+from broker.settings.secret import SecretRef
 from envhub.agents.imports import imported, missing
 from envhub.config import check_templates
 from envhub.domain import load_domains
 from envhub.envs.agent import PYTHON, AgentArgs, AgentEnvironment, plain_env
 from rlearner_text.hub import check_hub_name, is_local
 from rlearner_text.model_checks import check_trained_model
+
+# a variable that is not set, for endpoints that need no key
+NO_KEY: Final = "RLEARNER_NO_KEY"
 
 
 def preflight_findings(settings: RunSettings) -> list[PreflightFinding]:
@@ -25,13 +29,30 @@ def preflight_findings(settings: RunSettings) -> list[PreflightFinding]:
         ConfigError: if the chat template of a model on the hub cannot be used.
     """
     _check_hub_template(settings)
-    findings = _count_rows(settings)
+    findings = [*_count_rows(settings), *_check_endpoints(settings)]
     if not any(domain.env == "agent" for domain in settings.domains.values()):
         return [finding for finding in findings if finding is not None]
     for name, domain in load_domains(settings).items():
         if issubclass(domain.environment, AgentEnvironment) and isinstance(domain.args, AgentArgs):
             findings.append(_check_program(f"domains.{name}.env_args", domain.args))
     return [finding for finding in findings if finding is not None]
+
+
+def _check_endpoints(settings: RunSettings) -> list[PreflightFinding]:
+    """Check that the endpoints of policies that play answer."""
+    from rlearner_text.openai.endpoint_check import check_endpoint
+
+    return [
+        check_endpoint(
+            f"policies.{name}",
+            policy.base_url,
+            policy.api_key or SecretRef(env=NO_KEY),
+            is_named=policy.api_key is not None,
+            is_needed=False,
+        )
+        for name, policy in settings.policies.items()
+        if policy.base_url is not None
+    ]
 
 
 def _count_rows(settings: RunSettings) -> list[PreflightFinding | None]:

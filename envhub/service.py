@@ -36,6 +36,7 @@ from envhub.domain import Domain, load_domains
 from envhub.envs.base import WORKER
 from envhub.episodes.rerun import TicketReruns
 from envhub.episodes.runners import EpisodeLimits, EpisodeRunners
+from envhub.episodes.seats.policies import SCRIPTS, PlayedPolicies
 from envhub.episodes.teachers import TeacherScorer, load_teachers
 from envhub.episodes.ticket_player import TicketPlayer
 from envhub.episodes.trial import trial
@@ -138,6 +139,8 @@ class EnvironmentHub:
         )
         self.runners.clock = clock
         self.runners.spans = member.spans
+        self._tokenizer = tokenizer
+        self.policies = self.runners.policies = self._load_policies()
         self.health = WorkHealth(
             "domain", self.domains, self._broken_after, trial=self._trial, changed=member.poke
         )
@@ -291,6 +294,7 @@ class EnvironmentHub:
         self.slots.version = -1
         domains = load_domains(self.run_settings)
         self.teachers.teachers = load_teachers(self.run_settings)
+        self._renew_policies()
         if self._names:
             domains = {name: domain for name, domain in domains.items() if name in self._names}
         for name in self.domains.keys() - domains.keys():
@@ -307,6 +311,18 @@ class EnvironmentHub:
             if name not in self._feeds:
                 self._open_feeds(name)
         self.member.poke()
+
+    def _load_policies(self) -> PlayedPolicies:
+        timeout_s = seconds(self.settings.generate_timeout_s)
+        return PlayedPolicies(self.run_settings, self._tokenizer, timeout_s=timeout_s)
+
+    def _renew_policies(self) -> None:
+        """Adopt new policies; episodes under way keep those that they began with."""
+        former = self.policies
+        self.policies = self.runners.policies = self._load_policies()
+        self.member.spawn(former.close())
+        for name in [name for name in self.runners.idle if name.startswith(SCRIPTS)]:
+            self._retire(name)
 
     def _leave_domain(self, name: str) -> None:
         """Drop a domain that the run no longer has; the learner's ledger has ended its tickets."""
@@ -343,9 +359,12 @@ class EnvironmentHub:
         """Return whether a queue's tickets can be played here at present."""
         if not (self.health.takes(domain) and self._serves_someone(stream)):
             return False
-        # without its teacher no ticket is taken, so that its time does not run
+        served = self._served_policies()
+        # without those who play and its teacher no ticket is taken, so that its time does not run
+        if not self.policies.served_by(self.domains[domain].section) <= served:
+            return False
         teacher = self.teachers.policy_for(domain)
-        return stream is not TICKETS or teacher is None or teacher in self._served_policies()
+        return stream is not TICKETS or teacher is None or teacher in served
 
     def _served_policies(self) -> set[str]:
         return {server.policy for server in self.servers.all() if server.state == "serving"}

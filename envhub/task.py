@@ -37,6 +37,8 @@ class EpisodeTask:
         step: training step that the group is expected in, -1 unknown.
         episode: number in the group, from 0.
         draw: mixed into the seeds of sampling, 0: not; a task that comes back samples others.
+        seat: whose part of the episode it is, empty for all of it.
+        seat_number: of the seat from 1, mixed into the seeds of sampling, 0: not.
         record: whether to keep text frames for a replay.
     """
 
@@ -54,12 +56,23 @@ class EpisodeTask:
     ticket: int = 0
     step: int = -1
     draw: int = 0
+    seat: str = ""
+    seat_number: int = 0
 
     @property
     def sampling_seeds(self) -> tuple[int, ...]:
         """Numbers that the seeds of its turns are made of."""
-        own = (self.seed, self.episode)
-        return (*own, self.draw) if self.draw else own
+        seeds = [self.seed, self.episode]
+        if self.draw:
+            seeds.append(self.draw)
+        if self.seat_number:
+            seeds.append(self.seat_number)
+        return tuple(seeds)
+
+    @property
+    def conversation(self) -> str:
+        """Name of the conversation at the servers: seats have one each."""
+        return f"{self.id}.{self.seat}" if self.seat else self.id
 
 
 @dataclass(frozen=True)
@@ -75,7 +88,8 @@ class EpisodeResult:
     """A finished episode: one trajectory or one per turn; the last has metrics and response.
 
     ``row`` is empty unless the domain's rewards may read it, ``prompts``, of each trajectory, for
-    agents, which write their own.
+    agents, which write their own. With ``num_seats`` above 1, the trajectories are of as many
+    episodes of the record, one for each seat.
     """
 
     trajectories: list[wire.Trajectory]
@@ -86,6 +100,7 @@ class EpisodeResult:
     frames: list[str]
     row: dict[str, Any] = field(default_factory=dict)
     prompts: list[PromptText] = field(default_factory=list)
+    num_seats: int = 1
 
     @property
     def num_tokens(self) -> int:

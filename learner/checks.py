@@ -46,12 +46,14 @@ def check(settings: RunSettings) -> RunSettings:
     from learner.algorithm_checks import check_algorithm
     from learner.credit.capacity import check_groups
     from learner.credit.curriculum_checks import check_curricula
+    from learner.policy_checks import check_policies
     from learner.teacher_checks import check_teachers
 
     check_groups(settings)
     check_curricula(settings)
     check_algorithm(settings)
     check_teachers(settings)
+    check_policies(settings)
     _check_warm_start(settings)
     if settings.eval.baseline == ACTOR:
         allowed = "that is the policy being trained; name another one, for example random"

@@ -546,7 +546,8 @@ class LearnerService:
             steps=self.train.steps,
         )
         say = self.status.say_waiting
-        roles = required_roles(self.settings.domains, self.settings.teachers)
+        settings = self.settings
+        roles = required_roles(settings.domains, settings.teachers, settings.policies)
         self.member.spawn(
             watch_missing_roles(
                 self.bus.run, roster, roles, has_work=lambda: bool(ledger.open), say=say

@@ -10,6 +10,8 @@ from broker.settings.config import Sampling, UserSettings
 from broker.settings.registry import known, resolve
 from broker.settings.run_settings import RunSettings
 from broker.settings.schema.model import ModelSection
+from broker.settings.schema.policies import PolicySection
+from broker.settings.schema.teaching import TeacherSection
 from broker.settings.sections import parse
 from rlearner_text.families import check_served, family_at
 from rlearner_text.model_checks import known_positions
@@ -51,6 +53,7 @@ def check(settings: RunSettings) -> None:
         own_model = ModelSection(path=section.model_path)
         check_positions(settings.model if section.model_path is None else own_model, section)
     _check_teachers(settings)
+    _check_policies(settings)
     evaluation = settings.eval
     # ``rlearner up`` serves it
     if "random" in (evaluation.baseline, *evaluation.against):
@@ -72,22 +75,37 @@ def teacher_section(settings: RunSettings, name: str) -> RolloutSection:
         ConfigError: if the engine does not accept its arguments.
     """
     teacher = settings.teachers[name]
-    engine = teacher.engine or settings.rollout.engine
+    return _section_of(f"teachers.{name}", teacher.policy or name, teacher, settings)
+
+
+def policy_section(settings: RunSettings, name: str) -> RolloutSection:
+    """Return the section ``rollout`` of the servers of a policy with weights of its own.
+
+    Raises:
+        ConfigError: if the engine does not accept its arguments.
+    """
+    return _section_of(f"policies.{name}", name, settings.policies[name], settings)
+
+
+def _section_of(
+    key: str, policy: str, model: TeacherSection | PolicySection, settings: RunSettings
+) -> RolloutSection:
+    engine = model.engine or settings.rollout.engine
     changes: UserSettings = {
         "engine": engine,
-        "engine_args": teacher.engine_args,
-        "policy": teacher.policy or name,
-        "model_path": teacher.model_path,
-        "dtype": teacher.dtype or settings.rollout.dtype,
+        "engine_args": model.engine_args,
+        "policy": policy,
+        "model_path": model.model_path,
+        "dtype": model.dtype or settings.rollout.dtype,
         # those are of the policy that is trained
         "snapshot": None,
         "snapshot_only": False,
         "http_port": None,
     }
-    if teacher.engine is None and not teacher.engine_args:
+    if model.engine is None and not model.engine_args:
         del changes["engine_args"]
     if (declared := declaration(engine)) is not None:
-        parse(f"teachers.{name}.engine_args", teacher.engine_args, declared)
+        parse(f"{key}.engine_args", model.engine_args, declared)
     return parse("rollout", settings.rollout.to_plain() | changes, RolloutSection)
 
 
@@ -107,6 +125,17 @@ def _check_teachers(settings: RunSettings) -> None:
             raise ConfigError(f"teachers.{name}.engine", section.engine, allowed)
         if teacher.model_path is not None and section.engine in _OWN_MODEL:
             check_positions(ModelSection(path=teacher.model_path), section)
+
+
+def _check_policies(settings: RunSettings) -> None:
+    """Check the servers of each policy that plays with weights of its own."""
+    for name, policy in settings.policies.items():
+        if policy.model_path is None:
+            continue
+        section = policy_section(settings, name)
+        check_engine_name(section.engine)
+        if section.engine in _OWN_MODEL:
+            check_positions(ModelSection(path=policy.model_path), section)
 
 
 def check_positions(model: ModelSection, section: RolloutSection) -> None:

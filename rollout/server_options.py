@@ -15,7 +15,7 @@ from broker.settings.run_settings import RunSettings
 from broker.settings.sections import parse
 from rlearner_text.config import check_model_path
 from rlearner_text.hub import is_local
-from rollout.checks import check, check_engine_name, teacher_section
+from rollout.checks import check, check_engine_name, policy_section, teacher_section
 from rollout.config import RolloutSection
 
 
@@ -23,8 +23,8 @@ def server_section(settings: RunSettings, options: argparse.Namespace) -> Rollou
     """Return the run's section ``rollout`` with this server's options and ``key=value`` overrides
     applied.
 
-    The section of a server for a teacher of the run is what section ``teachers`` says. Only this
-    section and its relation to the domains are checked: files of other roles need not exist on
+    The section of a server for a teacher of the run is what section ``teachers`` says, and
+    ``policies`` for those that play. Only this section and its relation to the domains are checked: files of other roles need not exist on
     this machine. An engine other than the run's own does not inherit its ``engine_args``.
 
     Raises:
@@ -33,6 +33,8 @@ def server_section(settings: RunSettings, options: argparse.Namespace) -> Rollou
     section = settings.rollout.model_dump(mode="json")
     if (teacher := _served_teacher(settings, options.policy)) is not None:
         section = teacher_section(settings, teacher).to_plain()
+    elif (served := settings.policies.get(options.policy or "")) and served.model_path is not None:
+        section = policy_section(settings, options.policy).to_plain()
     if options.engine is not None:
         if options.engine != section["engine"]:
             section["engine_args"] = {}

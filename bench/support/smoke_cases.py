@@ -114,6 +114,7 @@ CASES: Final = (
     ),
     SmokeCase("bench.curves", ("rows",), ("--tiny", "--only", "number_line")),
     SmokeCase("bench.distill", ("teacher", "samples_ratio", "lost"), ("--small",)),
+    SmokeCase("bench.selfplay", ("selfplay_random_loss", "lost"), ("--small",)),
     SmokeCase("bench.shared", ("lost",), ("--params-m", "1", "--steps", "2")),
     SmokeCase(
         "bench.first_day",

@@ -191,7 +191,8 @@ def check_trajectory(trajectory: wire.Trajectory) -> None:
     turns, but 0 at tokens drawn from a reshaped distribution, and 0 elsewhere. Logprobs are finite,
     at most 0.001, and 0 where the mask is 0. Token ids are >= 0. Version runs have counts >= 1 that
     add up to the sum of the mask. A teacher's logprobs keep the rules of logprobs; its top_ids and
-    top_logprobs come together, with as many values for each token with mask 1."""
+    top_logprobs come together, with as many values for each token with mask 1. seat is empty or a
+    name of 1-64 letters, digits, '_' or '-'."""
     _check_structure(trajectory)
     _check_values([trajectory])
 
@@ -240,6 +241,10 @@ def _check_structure(trajectory: wire.Trajectory) -> None:
     if trajectory.metrics:
         _require_finite("Trajectory", "metrics", trajectory.metrics)
     _check_messages(trajectory.messages)
+    if trajectory.seat and not wire.NAME.fullmatch(trajectory.seat):
+        raise _rule_error(
+            "Trajectory", "seat", trajectory.seat, "must be 1-64 letters, digits, '_' or '-'"
+        )
     if trajectory.teacher is not None:
         _check_teacher(trajectory.teacher, mask.data, sampled)
 

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from broker.contract import sizes
 from broker.contract.sizes import MAX_GROUP_BYTES, MAX_SMALL_BYTES
 
-WIRE_VERSION: Final = 18
+WIRE_VERSION: Final = 19
 MAX_PAYLOAD_BYTES: Final = sizes.MAX_PAYLOAD_BYTES
 ACTOR: Final = "actor"  # the policy being trained
 EVAL_HEADER: Final = "Rl-Eval-Step"  # eval_step of messages of an evaluation; absent in training
@@ -200,7 +200,8 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     and sampled them.
     """
 
-    # index of the episode in the group, from 0; samples of one episode's turns share it
+    # index of the episode in the group, from 0; samples of one episode's turns share it. If the
+    # policy plays k seats of an episode, these are k episodes here: k * episode + number of its seat
     episode: int
     token_ids: Column  # <i4, shape (n,): prompt, sampled and environment tokens
     loss_mask: Column  # |u1, shape (n,): 1 where the token was sampled by the policy
@@ -220,6 +221,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     # removed with the last score
     messages: list[EpisodeMessage] = []
     teacher: TeacherScores | None = None  # null: no teacher has scored it
+    seat: str = ""  # whose part of the episode it is, empty in environments without seats
 
 
 class RewardScore(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, gc=False):

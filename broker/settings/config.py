@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from broker.contract.streams import check_token
-from broker.contract.wire import PlainSettings
+from broker.contract.wire import ACTOR, PlainSettings
 from broker.errors import ConfigError
 
 Harmless = tuple[str, ...] | None  # see Section
@@ -314,7 +314,8 @@ class DomainSection(Section):
     harmless = (
         "system_prompt", "examples", "weight", "group_size", "min_group_size",
         "group_size_redundancy", "straggler_factor", "max_turns", "context", "history_length",
-        "anchors", "thinking", "max_context_tokens", "deadline_s", "score_ahead", "teacher",
+        "anchors", "thinking", "max_context_tokens", "deadline_s", "score_ahead", "teacher", "policy",
+        "seats", "rotate_seats",
     )  # fmt: skip
 
     # a name of the registry in envhub/envs, or a dotted path or file path to a class
@@ -349,7 +350,8 @@ class DomainSection(Section):
     anchors: Literal["auto", "environment", "observation"] = "auto"
     # drop: hide text before </think> from environment and later prompts
     thinking: Literal["keep", "drop"] = "keep"
-    # builds that prompt; or your own function of (opening, past, now, history_length)
+    # builds that prompt: recent, present (the observation alone), or your own function of (opening,
+    # past, now, history_length)
     memory: Annotated[str, PluginMark("memories")] = "recent"
     # longest prompt and output of an episode together
     max_context_tokens: PositiveInt = 4096
@@ -369,6 +371,25 @@ class DomainSection(Section):
     score_ahead: bool = True
     # a name of section teachers, whose servers score the episodes that are trained on; empty: none
     teacher: str = ""
+    # who plays it: actor, the policy that is trained, or a name of section policies, which is
+    # allowed in domains of weight 0
+    policy: Token = ACTOR
+    # in environments with seats, who plays each of them: actor, or a name of section policies; of a
+    # list, each group draws an entry
+    seats: dict[Token, Token | list[Token]] = {}
+    # task by task, each player moves on to the next seat
+    rotate_seats: bool = False
+
+
+def seat_policies(entry: str | list[str]) -> list[str]:
+    """Return the policies that an entry of ``seats`` names."""
+    return [entry] if isinstance(entry, str) else entry
+
+
+def num_trained_seats(domain: DomainSection) -> int:
+    """Return how many samples the trained policy makes of an episode at most, one for each seat."""
+    seats = [ACTOR in seat_policies(entry) for entry in domain.seats.values()]
+    return max(sum(seats), 1)
 
 
 def reads_episode(rewards: Sequence[RewardConfig]) -> bool:

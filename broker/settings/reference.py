@@ -6,6 +6,7 @@ import ast
 import inspect
 import io
 import json
+import re
 import textwrap
 import tokenize
 from collections.abc import Iterator, Mapping
@@ -54,7 +55,7 @@ class SettingDescription:
 def describe_settings() -> Iterator[SettingDescription]:
     """Yield all settings of a run, section by section."""
     for name, section_type in section_types().items():
-        entry = f"{name}.{name.removesuffix('s').upper()}"
+        entry = f"{name}.{re.sub('ies$', 'y', name).removesuffix('s').upper()}"
         yield from _describe_section(entry if name in NAMED_SECTIONS else name, section_type)
 
 

@@ -21,6 +21,7 @@ from broker.settings.schema.algorithm import AlgorithmSection
 from broker.settings.schema.evaluation import EvalSection, WarmStartSection
 from broker.settings.schema.hubs import EnvhubSection, RewardhubSection
 from broker.settings.schema.model import ModelSection
+from broker.settings.schema.policies import PolicySection
 from broker.settings.schema.records import (
     CheckpointSection,
     FailuresSection,
@@ -37,6 +38,7 @@ S = TypeVar("S", bound=Section)
 NAMED_SECTIONS: Final[dict[str, type[Section]]] = {
     "domains": DomainSection,
     "teachers": TeacherSection,
+    "policies": PolicySection,
 }
 
 
@@ -50,6 +52,7 @@ class RunSettings(SectionGroup):
     broker: BrokerSection = BrokerSection()
     domains: dict[str, DomainSection] = Field(default_factory=dict)
     teachers: dict[str, TeacherSection] = Field(default_factory=dict)
+    policies: dict[str, PolicySection] = Field(default_factory=dict)
     model: ModelSection = ModelSection()
     train: TrainSection = TrainSection()
     algorithm: AlgorithmSection = AlgorithmSection()

@@ -77,7 +77,7 @@ def name_sections(types: Mapping[str, Any]) -> dict[str, str]:
     return {name: f"{kind.__module__}:{kind.__name__}" for name, kind in types.items()}
 
 
-# section -> pydantic model; `domains` and `teachers` map names to it
+# section -> pydantic model; `domains`, `teachers` and `policies` map names to it
 SECTIONS: Final[dict[str, str]] = name_sections(section_types())
 
 # sections of other configurations than a run's, the most specific first, and the command for them

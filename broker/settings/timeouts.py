@@ -5,7 +5,7 @@ A turn < an episode < a group < a ticket:
 | key | null means |
 |---|---|
 | envhub.generate_timeout_s | sampling.max_tokens / envhub.min_tokens_per_s, at least 120 s |
-| envhub.episode_timeout_s | max_turns * (a turn + envhub.step_timeout_s) + 2 * step_timeout_s |
+| envhub.episode_timeout_s | max_turns * seats * (a turn + envhub.step_timeout_s) + 2 * step_timeout_s |
 | domains.*.deadline_s | (waves + 1) * an episode; waves: a group's episodes / envhub.n, up |
 | train.ticket_timeout_s | 2 * (deadline_s + longest time of reward hubs for a group) |
 | eval.timeout_s | train.ticket_timeout_s, at least 600 s |
@@ -64,7 +64,8 @@ def derive(settings: RunSettings, scoring_s: Mapping[str, float]) -> RunSettings
     deadlines: dict[str, float] = {}
     for name, domain in settings.domains.items():
         turn_s = turn or max(TURN_S, domain.sampling.max_tokens / envhub.min_tokens_per_s)
-        episode_s = episode or domain.max_turns * (turn_s + step_s) + CALLS * step_s
+        num_turns = domain.max_turns * max(len(domain.seats), 1)
+        episode_s = episode or num_turns * (turn_s + step_s) + CALLS * step_s
         deadline_s = domain.deadline_s
         if deadline_s is None:
             size = domain.group_size + greedy + domain.group_size_redundancy

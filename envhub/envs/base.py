@@ -49,11 +49,16 @@ class Observation(msgspec.Struct, frozen=True):
         anchor: identical for identical states of one task, empty if states cannot be compared.
         history: of the first observation, (role, content) of the messages before it: perhaps a
             system message, which replaces that of the domain, then turns of user and assistant.
+        seat: in environments with seats, who acts on it.
+        actions: in environments with seats, the texts that are legal now, for players that are
+            scripts; empty if they are not known.
     """
 
     text: str
     anchor: str = ""
     history: History = ()
+    seat: str = ""
+    actions: tuple[str, ...] = ()
 
 
 class StepResult(msgspec.Struct, frozen=True):
@@ -68,6 +73,9 @@ class StepResult(msgspec.Struct, frozen=True):
         truncated: with ``done``, ended by a limit of the environment rather than by an outcome.
         metrics: numbers about the whole episode so far; those of the last step are reported as
             ``env/<name>``.
+        seat_rewards: in environments with seats, what this action brings each of them; ``reward``
+            and ``success`` are then of the seat that acted, and not used.
+        seat_successes: with ``done``, the seats that solved their task.
     """
 
     observation: Observation
@@ -77,6 +85,8 @@ class StepResult(msgspec.Struct, frozen=True):
     success: bool = False
     truncated: bool = False
     metrics: dict[str, float] = {}
+    seat_rewards: dict[str, float] = {}
+    seat_successes: tuple[str, ...] = ()
 
 
 class Environment:
@@ -192,6 +202,20 @@ class Environment:
         model and defines how calls are written; calls go to ``use``, other text to ``step``.
         """
         return []
+
+    @classmethod
+    def seats(cls, args: Any) -> tuple[str, ...]:
+        """Return the seats, if an episode has several speakers; ``domains.<name>.seats`` says who
+        plays each.
+
+        An observation names the seat that acts on it, and reaches that one alone.
+        """
+        return ()
+
+    @classmethod
+    def tool_seats(cls, args: Any) -> tuple[str, ...]:
+        """Return the seats that may call the tools."""
+        return cls.seats(args)
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:

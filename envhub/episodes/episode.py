@@ -22,7 +22,6 @@ from envhub.lengths.predictor import LengthPredictor
 from envhub.lengths.selection import task_key
 from envhub.servers.turn import SampledTurn, TurnRequest, stirred
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask, PromptText
-from envhub.workers.calls import EnvironmentCalls
 from envhub.workers.returned import observation, row, step_result, text
 from rlearner_text.incremental_tokenization import Conversation
 from rlearner_text.template_rules import Role, rules_for
@@ -38,6 +37,28 @@ class TurnSampler(Protocol):
     def forget(self, episode: str) -> None: ...
 
 
+class WorkCurve(Protocol):
+    """What measures an environment's calls; see ``broker.runtime.load_curve.LoadCurve``."""
+
+    def enter(self, now: float) -> Any: ...
+    def leave(self, piece: Any, now: float, units: float) -> None: ...
+
+
+class EpisodeCalls(Protocol):
+    """What calls the environment; see ``envhub.workers.calls.EnvironmentCalls``."""
+
+    @property
+    def curve(self) -> WorkCurve: ...
+    async def call(self, environment: Environment, method: str, *args: Any) -> Any: ...
+
+
+class WorkSpans(Protocol):
+    """What records the episode's work; see ``broker.runtime.spans.SpanRecorder``."""
+
+    def enter(self, kind: wire.SpanKind, step: int = -1) -> float: ...
+    def leave(self, kind: wire.SpanKind, began: float, ticket: int = 0, step: int = -1) -> None: ...
+
+
 @dataclass(frozen=True)
 class EpisodeContext:
     """What an episode is played with.
@@ -50,10 +71,10 @@ class EpisodeContext:
 
     tokenizer: Tokenizer
     turns: TurnSampler
-    calls: EnvironmentCalls
+    calls: EpisodeCalls
     lengths: LengthPredictor
     generate_timeout_s: float
-    spans: SpanRecorder
+    spans: WorkSpans
 
 
 class Episode:
@@ -216,7 +237,11 @@ class Episode:
         prediction = self._context.lengths.predict(upcoming)
         request = TurnRequest(
             episode=task.id,
-            conversation_id=task.id if self._steps is None else f"{task.id}.{len(self._turns)}",
+            conversation_id=(
+                task.conversation
+                if self._steps is None
+                else f"{task.conversation}.{len(self._turns)}"
+            ),
             token_ids=conversation.token_ids,
             sampling=sampling,
             policy=task.policy,

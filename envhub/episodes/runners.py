@@ -13,6 +13,8 @@ from envhub.domain import Domain
 from envhub.envs.agent import AgentEnvironment
 from envhub.envs.base import WORKER, Environment
 from envhub.episodes.episode import Episode, EpisodeContext, TurnSampler
+from envhub.episodes.seats.policies import PlayedPolicies, PlayerServices
+from envhub.episodes.seats.seated_episode import SeatedEpisode, is_seated
 from envhub.lengths.predictor import HubLengths, LengthPredictor
 from envhub.servers.awake_clock import AwakeClock
 from envhub.servers.turn import TurnFailed
@@ -60,6 +62,7 @@ class EpisodeRunners:
     clock: AwakeClock = field(default_factory=AwakeClock)  # of the timeouts of episodes
     agents: AgentRunner | None = None  # made for the first episode of an agent
     spans: SpanRecorder = field(default_factory=SpanRecorder)
+    policies: PlayedPolicies | None = None  # who else plays; None: nobody
 
     async def play(self, task: EpisodeTask, on_tokens: Callable[[int], None]) -> EpisodeResult:
         """Play one episode.
@@ -86,7 +89,10 @@ class EpisodeRunners:
                     generate_timeout_s=self.limits.generate_timeout_s,
                     spans=self.spans,
                 )
-                result = await Episode(task, environment, context, on_tokens).run()
+                if is_seated(task):
+                    result = await self._play_seats(task, environment, context, on_tokens)
+                else:
+                    result = await Episode(task, environment, context, on_tokens).run()
         except CallFailed as error:
             raise EpisodeFailed("env", str(error), error.trace) from error
         except ReturnedValueError as error:
@@ -102,11 +108,8 @@ class EpisodeRunners:
             raise EpisodeFailed("timeout", detail) from None
         else:
             # only a healthy environment is used again; else it is retired below
-            if not (isinstance(environment, RemoteEnvironment) and environment.spent):
-                if isinstance(environment, RemoteEnvironment):
-                    environment.idle_since = time.monotonic()
-                self.idle.setdefault(task.domain.name, []).append(environment)
-                environment = None
+            self._release(task.domain, environment, is_healthy=True)
+            environment = None
             return result
         finally:
             self.turns.forget(task.id)
@@ -124,6 +127,8 @@ class EpisodeRunners:
         await self.worker_pools.close()
         if self.agents is not None:
             await self.agents.close()
+        if self.policies is not None:
+            await self.policies.close()
 
     async def _play_agent(
         self, task: EpisodeTask, lengths: LengthPredictor, on_tokens: Callable[[int], None]
@@ -141,6 +146,41 @@ class EpisodeRunners:
             spans=self.spans,
         )
         return await self.agents.play(task, context, on_tokens)
+
+    async def _play_seats(
+        self,
+        task: EpisodeTask,
+        environment: Environment,
+        context: EpisodeContext,
+        on_tokens: Callable[[int], None],
+    ) -> EpisodeResult:
+        domain = task.domain
+        assert self.policies is not None, f"domain {domain.name} needs the section policies"
+        services = PlayerServices(self.calls, self._environment, self._release)
+
+        def predictor(policy: str) -> LengthPredictor:
+            return self.lengths.of(domain.name, domain.make_estimator, policy)
+
+        episode = SeatedEpisode(
+            task,
+            environment,
+            context,
+            policies=self.policies,
+            services=services,
+            predictor=predictor,
+            on_tokens=on_tokens,
+        )
+        return await episode.run()
+
+    def _release(self, domain: Domain, environment: Environment, is_healthy: bool) -> None:
+        """Keep an environment for the next episode, unless it has failed or is used up."""
+        is_spent = isinstance(environment, RemoteEnvironment) and environment.spent
+        if is_healthy and not is_spent:
+            if isinstance(environment, RemoteEnvironment):
+                environment.idle_since = time.monotonic()
+            self.idle.setdefault(domain.name, []).append(environment)
+        else:
+            self.calls.retire(environment)
 
     async def _environment(self, domain: Domain) -> Environment:
         idle = self.idle.get(domain.name)

@@ -62,6 +62,9 @@ class EarlyScores:
 
     def begin(self, result: EpisodeResult) -> None:
         """Have a finished episode scored, unless its group has ended."""
+        if result.num_seats > 1:
+            # each seat is an episode of its own in the group
+            return
         last = result.trajectory
         # else the domain's first reward decides
         if not self._has_rewards or ENV in last.reward_parts:

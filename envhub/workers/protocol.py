@@ -65,6 +65,8 @@ class FirstObservation(msgspec.Struct, frozen=True, tag=True):
     reference: str
     row: dict[str, Any] = {}
     history: tuple[tuple[str, str], ...] = ()
+    seat: str = ""
+    actions: tuple[str, ...] = ()
 
 
 class StepOutcome(msgspec.Struct, frozen=True, tag=True):
@@ -79,6 +81,10 @@ class StepOutcome(msgspec.Struct, frozen=True, tag=True):
     truncated: bool
     metrics: dict[str, float]
     spent: bool  # the worker has used much of its memory and should not play another episode
+    seat: str = ""
+    actions: tuple[str, ...] = ()
+    seat_rewards: dict[str, float] = {}
+    seat_successes: tuple[str, ...] = ()
 
 
 class RenderedState(msgspec.Struct, frozen=True, tag=True):

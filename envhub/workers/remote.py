@@ -58,7 +58,7 @@ class RemoteEnvironment(Environment):
         self.prompt = first.prompt
         self.reference = first.reference
         self.row = first.row
-        return Observation(first.text, first.anchor, first.history)
+        return Observation(first.text, first.anchor, first.history, first.seat, first.actions)
 
     async def step(self, text: str) -> StepResult:
         return self._stepped(
@@ -71,7 +71,9 @@ class RemoteEnvironment(Environment):
 
     def _stepped(self, outcome: protocol.StepOutcome) -> StepResult:
         self.spent = self.spent or outcome.spent
-        observation = Observation(outcome.text, outcome.anchor)
+        observation = Observation(
+            outcome.text, outcome.anchor, seat=outcome.seat, actions=outcome.actions
+        )
         return StepResult(
             observation,
             outcome.reward,
@@ -80,6 +82,8 @@ class RemoteEnvironment(Environment):
             success=outcome.success,
             truncated=outcome.truncated,
             metrics=outcome.metrics,
+            seat_rewards=outcome.seat_rewards,
+            seat_successes=outcome.seat_successes,
         )
 
     async def text_frame(self) -> str:  # type: ignore[override]

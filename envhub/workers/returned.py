@@ -17,6 +17,7 @@ from envhub.envs.plain_row import BadRowError, plain_row
 # of one observation, anchor or frame: about 250,000 tokens
 MAX_TEXT_BYTES: Final = 1 << 20
 MAX_METRICS: Final = 256
+MAX_ACTIONS: Final = 4096
 FLAGS: Final = ("done", "valid", "success", "truncated")
 NAME_CHARS: Final = 100
 
@@ -37,7 +38,16 @@ def observation(method: str, value: object) -> Observation:
     text(f"{method} returned an Observation whose anchor", value.anchor, limit=8 * MAX_TEXT_BYTES)
     if value.history:
         _check_history(method, value.history)
+    if value.seat or value.actions:
+        text(f"{method} returned an Observation whose seat", value.seat)
+        _check_texts(f"{method} returned an Observation whose actions", value.actions)
     return value
+
+
+def _check_texts(label: str, values: object) -> tuple[str, ...]:
+    if not isinstance(values, list | tuple) or len(values) > MAX_ACTIONS:
+        raise ReturnedValueError(f"{label} are no list of at most {MAX_ACTIONS} texts")
+    return tuple(text(f"{label} contain", value) for value in values)
 
 
 def _check_history(method: str, history: object) -> None:
@@ -67,8 +77,13 @@ def step_result(value: object, method: str = "step") -> StepResult:
     flags = (value.done, value.valid, value.success, value.truncated)
     # nearly every result: nothing needs to be converted, and this runs at every step
     is_plain = type(flags[0]) is type(flags[1]) is type(flags[2]) is type(flags[3]) is bool
-    has_metrics = type(value.metrics) is not dict or bool(value.metrics)
-    if is_plain and type(value.reward) is float and not has_metrics:
+    has_more = (
+        type(value.metrics) is not dict
+        or bool(value.metrics)
+        or bool(value.seat_rewards)
+        or bool(value.seat_successes)
+    )
+    if is_plain and type(value.reward) is float and not has_more:
         _check_finite("reward", value.reward)
         return value
     is_done, is_valid, is_success, is_truncated = (
@@ -82,6 +97,8 @@ def step_result(value: object, method: str = "step") -> StepResult:
         success=is_success,
         truncated=is_truncated,
         metrics=_check_metrics(value.metrics),
+        seat_rewards=_check_metrics(value.seat_rewards, "seat reward"),
+        seat_successes=_check_texts(f"{method} returned seat_successes that", value.seat_successes),
     )
 
 
@@ -117,18 +134,18 @@ def row(label: str, value: object) -> dict[str, Any]:
         raise ReturnedValueError(f"{label} is {error}") from None
 
 
-def _check_metrics(value: object) -> dict[str, float]:
+def _check_metrics(value: object, noun: str = "metric") -> dict[str, float]:
     if not isinstance(value, Mapping):
         raise ReturnedValueError(
-            f"step returned metrics {_short_repr(value)}, not a mapping of names to numbers"
+            f"step returned {noun}s {_short_repr(value)}, not a mapping of names to numbers"
         )
     if len(value) > MAX_METRICS:
-        raise ReturnedValueError(f"step returned {len(value)} metrics, the limit is {MAX_METRICS}")
+        raise ReturnedValueError(f"step returned {len(value)} {noun}s, the limit is {MAX_METRICS}")
     for name in value:
         if not isinstance(name, str) or not 0 < len(name) <= NAME_CHARS or not name.isprintable():
             allowed = f"a name is a text of 1-{NAME_CHARS} printable characters"
-            raise ReturnedValueError(f"step returned a metric named {_short_repr(name)}; {allowed}")
-    return {str(name): _check_number(f"metric {name!r}", number) for name, number in value.items()}
+            raise ReturnedValueError(f"step returned a {noun} named {_short_repr(name)}; {allowed}")
+    return {str(name): _check_number(f"{noun} {name!r}", number) for name, number in value.items()}
 
 
 def _check_number(label: str, value: Any) -> float:

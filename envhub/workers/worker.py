@@ -81,6 +81,8 @@ class EnvironmentWorker:
             reference=reference,
             row=row,
             history=observation.history,
+            seat=observation.seat,
+            actions=observation.actions,
         )
 
     def _step(self, method: str, action: Any) -> protocol.StepOutcome:
@@ -97,6 +99,10 @@ class EnvironmentWorker:
             truncated=step.truncated,
             metrics=step.metrics,
             spent=is_spent,
+            seat=observation.seat,
+            actions=observation.actions,
+            seat_rewards=step.seat_rewards,
+            seat_successes=step.seat_successes,
         )
 
 

@@ -54,7 +54,7 @@ class SampleAssembler:
     def stream(self, group: wire.Group) -> list[TrainSample]:
         """Return one sample per trajectory of a scored group, in its order."""
         (shaped,) = shape_rewards([group], self._algorithm)
-        estimates = self._estimator(shaped.trajectories, self._algorithm)
+        estimates = self._estimate_trajectories(shaped.trajectories)
         return [
             self._sample(group, trajectory, advantages)
             for trajectory, advantages in zip(
@@ -126,9 +126,12 @@ class SampleAssembler:
         self, groups: Sequence[wire.Group], scores: Sequence[SampleScores], kl: Sequence[FloatArray]
     ) -> list[AdvantageEstimate]:
         pairs = [(group, trajectory) for group in groups for trajectory in group.trajectories]
+        # what is compared: the samples of a ticket, or of one seat in it
+        keys = [(group.ticket, self._compared_seat(trajectory)) for group, trajectory in pairs]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
         rows = [
             BatchRow(
-                group.ticket,
+                numbers[key],
                 base.token_rewards(trajectory) - penalties,
                 _as_float64(sample_scores.values),
                 trained=self._is_trained(trajectory),
@@ -136,7 +139,9 @@ class SampleAssembler:
                 energies=_as_float64(sample_scores.energies),
                 parts=trajectory.reward_parts,
             )
-            for (group, trajectory), sample_scores, penalties in zip(pairs, scores, kl, strict=True)
+            for key, (_, trajectory), sample_scores, penalties in zip(
+                keys, pairs, scores, kl, strict=True
+            )
         ]
         estimates: list[AdvantageEstimate] = self._estimator(rows, self._algorithm)
         return estimates
@@ -150,12 +155,29 @@ class SampleAssembler:
             trajectories = [
                 minus_kl(trajectory, next(penalties)) for trajectory in group.trajectories
             ]
-            arrays = self._estimator(trajectories, self._algorithm)
+            arrays = self._estimate_trajectories(trajectories)
             estimates += [
                 AdvantageEstimate(advantages[sampled_positions(trajectory)])
                 for trajectory, advantages in zip(trajectories, arrays, strict=True)
             ]
         return estimates
+
+    def _estimate_trajectories(self, trajectories: Sequence[wire.Trajectory]) -> list[FloatArray]:
+        """Return a group's advantages, of each seat's samples among themselves."""
+        seats = dict.fromkeys(self._compared_seat(trajectory) for trajectory in trajectories)
+        arrays: dict[int, FloatArray] = {}
+        for seat in seats:
+            rows = [
+                row
+                for row, trajectory in enumerate(trajectories)
+                if self._compared_seat(trajectory) == seat
+            ]
+            own = [trajectories[row] for row in rows]
+            arrays |= zip(rows, self._estimator(own, self._algorithm), strict=True)
+        return [arrays[row] for row in range(len(trajectories))]
+
+    def _compared_seat(self, trajectory: wire.Trajectory) -> str:
+        return trajectory.seat if self._algorithm.seat_baseline == "own" else ""
 
     def _kl_penalties(
         self, trajectory: wire.Trajectory, scores: SampleScores, kl_coef: float

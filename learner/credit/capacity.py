@@ -10,7 +10,13 @@ import psutil
 
 from broker.contract.sizes import MAX_GROUP_BYTES
 from broker.errors import ConfigError
-from broker.settings.config import PRIVATE_STORE_GIB, DomainSection, num_greedy, takes_steps
+from broker.settings.config import (
+    PRIVATE_STORE_GIB,
+    DomainSection,
+    num_greedy,
+    num_trained_seats,
+    takes_steps,
+)
 from broker.settings.run_settings import RunSettings
 
 # Of the wire's encoding; tests/unit/learner/test_capacity.py compares them with it.
@@ -49,6 +55,8 @@ class LargestGroup:
 def largest_group(name: str, domain: DomainSection, adv_estimator: str) -> LargestGroup:
     """Return the largest group of a domain, which is a section of a checked configuration."""
     episodes = domain.group_size + domain.group_size_redundancy + num_greedy(adv_estimator)
+    # each seat of the trained policy is an episode of the record
+    episodes *= num_trained_seats(domain)
     turns = domain.max_turns
     tokens = domain.max_context_tokens
     if takes_steps(domain.context, adv_estimator):
@@ -123,7 +131,7 @@ def _evaluated_groups(settings: RunSettings) -> list[LargestGroup]:
     return [
         replace(
             largest_group(name, domain, estimator),
-            episodes=settings.eval.of_domain(domain).group_size,
+            episodes=settings.eval.of_domain(domain).group_size * num_trained_seats(domain),
         )
         for name, domain in settings.evaluated_domains.items()
     ]

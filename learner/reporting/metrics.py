@@ -62,6 +62,9 @@ class StepFigures:
         # By domain, for each episode.
         self._rewards = _new_columns()
         self._successes = _new_columns()
+        # By seat, for each episode of environments with seats.
+        self._seat_rewards = _new_columns()
+        self._seat_successes = _new_columns()
         self._all_rewards = array("d")
         # By name, for each episode that has it.
         self._parts = _new_columns()
@@ -82,6 +85,9 @@ class StepFigures:
             self._all_rewards.append(episode.reward)
             self._rewards[group.domain].append(episode.reward)
             self._successes[group.domain].append(episode.success)
+            if episode.seat:
+                self._seat_rewards[episode.seat].append(episode.reward)
+                self._seat_successes[episode.seat].append(episode.success)
             for columns, row in (
                 (self._parts, episode.reward_parts),
                 (self._metrics, episode.metrics),
@@ -130,6 +136,9 @@ class StepFigures:
         for domain in sorted(self._rewards):
             values[f"reward/{domain}/mean"] = _mean(self._rewards[domain])
             values[f"env/domain/{domain}/success_rate"] = _mean(self._successes[domain])
+        for seat in sorted(self._seat_rewards):
+            values[f"env/seat/{seat}/reward_mean"] = _mean(self._seat_rewards[seat])
+            values[f"env/seat/{seat}/success_rate"] = _mean(self._seat_successes[seat])
         values |= {
             f"reward_parts/{name}/mean": _mean(self._parts[name]) for name in sorted(self._parts)
         }

@@ -11,6 +11,7 @@ from typing import Final
 from broker.contract.wire import ACTOR
 from broker.runtime.presence import Roster
 from broker.settings.config import DomainSection
+from broker.settings.schema.policies import PolicySection
 from broker.settings.schema.teaching import TeacherSection
 from broker.system.reminders import Reminders
 
@@ -21,7 +22,9 @@ JOIN_TIMEOUT_S: Final = 10.0
 LOOK_EVERY_S: Final = 1.0
 COMMANDS: Final = {"envhub": "envhub", "rollout": "rollout-server", "rewardhub": "rewardhub"}
 NAMES: Final = {"envhub": "envhub", "rollout": "rollout server", "rewardhub": "rewardhub"}
-TEACHER: Final = "teacher "  # before the policy of a teacher, as a role of its own
+# before the policy of a server of its own, which is then a role
+TEACHER: Final = "teacher "
+PLAYER: Final = "policy "
 
 
 class MissingRoles:
@@ -66,17 +69,23 @@ class MissingRoles:
 
 
 def _name_role(role: str) -> str:
-    policy = role.removeprefix(TEACHER)
-    return NAMES[role] if policy == role else f"rollout server of teacher {policy}"
+    return NAMES.get(role, f"rollout server of {role}")
 
 
 def _start_command(role: str) -> str:
-    policy = role.removeprefix(TEACHER)
-    return COMMANDS[role] if policy == role else f"{COMMANDS['rollout']} --policy {policy}"
+    if role in COMMANDS:
+        return COMMANDS[role]
+    return f"{COMMANDS['rollout']} --policy {_served_policy(role)}"
+
+
+def _served_policy(role: str) -> str:
+    return role.removeprefix(TEACHER).removeprefix(PLAYER)
 
 
 def required_roles(
-    domains: Mapping[str, DomainSection], teachers: Mapping[str, TeacherSection]
+    domains: Mapping[str, DomainSection],
+    teachers: Mapping[str, TeacherSection],
+    players: Mapping[str, PolicySection],
 ) -> list[str]:
     """Return the roles that a run needs in addition to the learner."""
     roles = [
@@ -85,7 +94,9 @@ def required_roles(
         if role != "rewardhub" or any(domain.rewards for domain in domains.values())
     ]
     policies = {teacher.policy or name for name, teacher in teachers.items()} - {ACTOR}
-    return [*roles, *(f"{TEACHER}{policy}" for policy in sorted(policies))]
+    roles += [f"{TEACHER}{policy}" for policy in sorted(policies)]
+    served = [name for name, player in players.items() if player.model_path is not None]
+    return [*roles, *(f"{PLAYER}{policy}" for policy in sorted(served))]
 
 
 def _present_roles(roster: Roster, needed: Sequence[str]) -> dict[str, bool]:
@@ -94,8 +105,8 @@ def _present_roles(roster: Roster, needed: Sequence[str]) -> dict[str, bool]:
     for role in needed:
         if role == "rollout":
             present[role] = ACTOR in policies
-        elif role.startswith(TEACHER):
-            present[role] = role.removeprefix(TEACHER) in policies
+        elif role.startswith((TEACHER, PLAYER)):
+            present[role] = _served_policy(role) in policies
         else:
             present[role] = bool(roster.alive(role))
     return present

@@ -52,7 +52,10 @@ def _episode_lines(trajectory: Mapping[str, Any]) -> list[str]:
     parts = ", ".join(f"{name} {value:g}" for name, value in trajectory["reward_parts"].items())
     size = f"{trajectory['tokens']} tokens"
     reward = f"reward {trajectory['reward']:g} ({parts})"
-    lines = [f"  episode {trajectory['episode']}: {size}, {reward}, {trajectory['end']}"]
+    episode = f"episode {trajectory['episode']}"
+    if seat := trajectory.get("seat"):
+        episode += f", seat {seat}"
+    lines = [f"  {episode}: {size}, {reward}, {trajectory['end']}"]
     if (teacher := trajectory.get("teacher")) is not None:
         source = f"teacher {teacher['policy']}, version {teacher['version']}"
         lines.append(f"    {source}: {teacher['kl']:g} nats per token away")

@@ -138,6 +138,7 @@ def describe_record(record: LogRecord) -> dict[str, Any]:
 def _describe_trajectory(trajectory: wire.Trajectory) -> dict[str, Any]:
     return {
         "episode": trajectory.episode,
+        "seat": trajectory.seat,
         "tokens": len(trajectory.token_ids.array()),
         "reward": trajectory.reward,
         "reward_parts": trajectory.reward_parts,

@@ -194,6 +194,11 @@ async def _run_fleet(
                     teacher_args = ["--policy", policy, "--id", f"teacher-{name}"]
                     teacher_args += ["--share-gpus"] * share_gpus
                     fleet.add(f"teacher-{name}", "rollout.cli", teacher_args)
+            for name, policy_section in settings.policies.items():
+                if policy_section.model_path is not None:
+                    policy_args = ["--policy", name, "--id", f"policy-{name}"]
+                    policy_args += ["--share-gpus"] * share_gpus
+                    fleet.add(f"policy-{name}", "rollout.cli", policy_args)
             for hub in ("envhub", "rewardhub"):
                 fleet.add(hub, f"{hub}.cli", ["--id", f"{hub}-1"], nice=HUB_NICE)
             evaluation = settings.eval

@@ -64,6 +64,9 @@ class AlgorithmSection(Section):
 
     adv_estimator: str = "grpo"  # a name of the registry in learner/algorithm/advantages
     norm_std: bool = True  # divide by the group's standard deviation
+    # in environments with seats, what a seat's rewards are compared with: those of the same seat in
+    # the group's other episodes, or those of all seats
+    seat_baseline: Literal["own", "shared"] = "own"
     # discount: per sampled token or per turn, as ``discount`` says; in gigpo per turn
     gamma: Annotated[float, Field(ge=0, le=1)] = 1.0
     # what gamma discounts for: each sampled token, or each turn

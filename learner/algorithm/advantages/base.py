@@ -28,7 +28,7 @@ class AdvantageEstimator(Protocol):
 class BatchRow:
     """Sampled tokens of one trajectory of a step, T in order, without those of the environment."""
 
-    group: int  # ticket number
+    group: int  # equal for rows whose rewards are compared: of one ticket, and one seat in it
     # (T,) reward of each token: a turn's on its last token, the KL penalty on each
     rewards: FloatArray
     # (T,) the critic's, of the state in which each token was sampled

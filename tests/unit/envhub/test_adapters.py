@@ -278,10 +278,32 @@ def test_other_seats_are_played_by_an_opponent(
     )
     lost = env.step("1")  # and the opponent says 0
     assert (lost.done, lost.valid, lost.reward, lost.success) == (True, True, -1.0, False)
-    for args, key in (({"num_players": 2}, "opponent"), ({"seat": 1}, "seat")):
-        with pytest.raises(ConfigError) as caught:
-            TextArenaEnv.check(TextArenaArgs.model_validate({"id": "Down-v0", **args}))
-        assert caught.value.key == key
+    with pytest.raises(ConfigError) as caught:
+        TextArenaEnv.check(TextArenaArgs(id="Down-v0", seat=1))
+    assert caught.value.key == "seat"
+
+
+def test_players_without_an_opponent_are_seats(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, "textarena", make=lambda env_id, **args: Game(**args))
+    args = TextArenaArgs(id="Down-v0", num_players=2)
+    TextArenaEnv.check(args)
+    assert TextArenaEnv.seats(args) == ("player_0", "player_1")
+    assert TextArenaEnv.seats(TextArenaArgs(id="Down-v0")) == ()
+    env = TextArenaEnv(args)
+    first = env.reset(0, "train", 0)
+    assert (first.seat, first.text) == ("player_0", "[GAME] Count down from 3.")
+    second = env.step("2").observation
+    assert (second.seat, second.text) == (
+        "player_1",
+        "[GAME] Count down from 3.\n[Player 0] 2\n[GAME] 2 left.",
+    )
+    # a player that has seen the beginning gets what is new
+    third = env.step("1").observation
+    assert (third.seat, third.text.split("\n")[-1]) == ("player_0", "[GAME] 1 left.")
+    assert "Count down" not in third.text
+    end = env.step("0")
+    assert end.seat_rewards == {"player_0": 1.0, "player_1": -1.0}
+    assert end.seat_successes == ("player_0",)
 
 
 # ---------------------------------------------------------------------------------------------

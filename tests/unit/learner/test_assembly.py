@@ -239,3 +239,36 @@ def test_a_trajectory_without_tokens_passes_through() -> None:
             [empty], constant(values=0.0)
         )
         assert [one.num_tokens for one in found] == [3, 0]
+
+
+def seated(ticket: int, rewards: dict[str, list[float]]) -> wire.Group:
+    """A group whose episodes have a sample of each seat."""
+    plain = group(ticket, [reward for own in rewards.values() for reward in own])
+    seats = [seat for seat, own in rewards.items() for _ in own]
+    return msgspec.structs.replace(
+        plain,
+        trajectories=[
+            msgspec.structs.replace(each, seat=seat)
+            for each, seat in zip(plain.trajectories, seats, strict=True)
+        ],
+    )
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "gpg"])
+def test_seats_are_compared_with_themselves(name: str) -> None:
+    won_by_x = seated(1, {"X": [1.0, 1.0, 0.0], "O": [-1.0, -1.0, 0.0]})
+    whole = assembly(name, stream=False, norm_std=False)
+    own = trained(whole.batch([won_by_x]))
+    alone = [
+        trained(whole.batch([group(1, rewards)]))
+        for rewards in ([1.0, 1.0, 0.0], [-1.0, -1.0, 0.0])
+    ]
+    if name == "dr_grpo":
+        assert own == [*alone[0], *alone[1]]
+        np.testing.assert_allclose(
+            [row[-1] for row in own], [1 / 3, 1 / 3, -2 / 3, -1 / 3, -1 / 3, 2 / 3]
+        )
+    shared = assembly(name, stream=False, norm_std=False, seat_baseline="shared")
+    mixed = trained(shared.batch([won_by_x]))
+    assert mixed == trained(shared.batch([group(1, [1.0, 1.0, 0.0, -1.0, -1.0, 0.0])]))
+    assert mixed != own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from broker.settings.config import DomainSection, RewardConfig
+from broker.settings.schema.policies import PolicySection
 from learner.reporting.missing_roles import MissingRoles, required_roles
 
 
@@ -38,8 +39,20 @@ def test_a_run_with_rewards_needs_a_hub_for_them() -> None:
         DomainSection(env="qa"),
         DomainSection(env="qa", rewards=[RewardConfig(name="math_answer")]),
     )
-    assert required_roles({"a": plain}, {}) == ["envhub", "rollout"]
-    assert required_roles({"a": plain, "b": judged}, {}) == ["envhub", "rollout", "rewardhub"]
+    assert required_roles({"a": plain}, {}, {}) == ["envhub", "rollout"]
+    assert required_roles({"a": plain, "b": judged}, {}, {}) == ["envhub", "rollout", "rewardhub"]
+
+
+def test_the_servers_of_a_policy_that_plays_are_needed() -> None:
+    players = {"past": PolicySection(model_path="m"), "chance": PolicySection(script="random")}
+    roles = required_roles({"a": DomainSection(env="x")}, {}, players)
+    assert roles == ["envhub", "rollout", "policy past"]
+    detector = MissingRoles("r")
+    detector.look({"policy past": False}, has_work=True, now=0.0)
+    assert detector.look({"policy past": False}, has_work=True, now=99.0) == [
+        "waiting: no rollout server of policy past has joined; start one with "
+        "`rollout-server --policy past --run r`"
+    ]
     company = MissingRoles("demo")
     present = {"envhub": True, "rollout": True, "rewardhub": False}
     assert [company.look(present, True, now) for now in (0.0, 10.0)] == [

@@ -1,0 +1,1 @@
+"""Environments in which two speakers talk to each other."""
