@@ -1,6 +1,6 @@
 # Suites and environments beside those of the Makefile; .ci/nightly runs the suites.
 
-.PHONY: audit sbom families-vllm test-loaded peers-env test-peers test-dist test-bundle test-oldest test-backup test-trackers test-deepspeed test-checkpoints test-megatron vllm-env test-vllm test-options test-real-model test-frameworks test-harnesses test-console test-image chaos curves hosts nodes test-alerts test-slurm test-systemd
+.PHONY: audit sbom families-vllm test-loaded peers-env test-peers test-dist test-bundle test-oldest test-backup test-trackers test-deepspeed test-checkpoints test-megatron vllm-env test-vllm test-options test-real-model test-frameworks test-harbor test-harnesses test-console test-image chaos curves hosts nodes test-alerts test-slurm test-systemd
 
 # Known vulnerabilities of what make setup installs; fails if there is one, or if no advisory service answers.
 audit: .venv-audit/ready
@@ -214,3 +214,14 @@ test-systemd: setup
 # The recipes of small models, whole: about half an hour on two idle cores. Writes the table in docs/learning.md.
 curves: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m bench.curves
+
+# The task model and templates of the package harbor, which is only unpacked: it needs a newer Python to run.
+HARBOR := build/harbor
+test-harbor: setup $(HARBOR)/ready
+	RL_HARBOR=$(CURDIR)/$(HARBOR)/src $(BIN)/python -m pytest tests/frameworks/test_harbor_templates.py -v
+
+$(HARBOR)/ready:
+	@mkdir -p $(HARBOR)
+	@$(BIN)/pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: --python-version 3.12 -d $(HARBOR) harbor==0.26.0
+	@$(BIN)/python -m zipfile -e $(HARBOR)/harbor-0.26.0-py3-none-any.whl $(HARBOR)/src
+	@touch $(HARBOR)/ready

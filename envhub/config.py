@@ -136,11 +136,10 @@ def check_templates(settings: RunSettings, tokenizer: Tokenizer | None) -> None:
         ConfigError: if it does not; names the model, its template or the domain.
     """
     from envhub.domain import load_domains
-    from envhub.envs.agent import AgentEnvironment
     from rlearner_text.template_rules import rules_for
 
     for domain in load_domains(settings).values():
-        if issubclass(domain.environment, AgentEnvironment):
+        if domain.has_program:
             if domain.section.examples:
                 questions = [each.question for each in domain.section.examples]
                 allowed = "[]: an agent writes its own messages"
@@ -241,6 +240,11 @@ def _check_numbers(domain: Domain, settings: RunSettings) -> None:
         raise ConfigError(f"{key}.max_context_tokens", context, allowed)
     if issubclass(domain.environment, AgentEnvironment):
         check_section(domain.name, section, domain.args)
+    try:
+        domain.environment.check_domain(domain.args, section, settings.envhub)
+    except ConfigError as error:
+        place = "" if error.key.startswith("envhub.") else f"{key}."
+        raise ConfigError(f"{place}{error.key}", error.value, error.allowed) from None
     if not domain.environment.has_reward and not section.rewards:
         allowed = f"environment {section.env} gives no reward of its own; name at least one reward"
         raise ConfigError(f"{key}.rewards", [], allowed)

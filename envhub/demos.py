@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from broker.settings.config import seat_policies
 from broker.settings.run_settings import RunSettings
 from broker.system.private_files import draft_of
 from envhub.domain import Domain, load_domains
-from envhub.envs.base import History, can_demonstrate
+from envhub.envs.base import Environment, History, can_demonstrate
 from envhub.servers.turn import mix
 from rlearner_text.tool_calls import ToolCall
 
@@ -117,17 +118,25 @@ def demonstrations(
     with context steps. The solver plays all seats.
     """
     environment = domain.make()
-    if any(
-        inspect.iscoroutinefunction(getattr(environment, method))
-        for method in ("reset", "step", "use")
-    ):
-        raise UserError(
-            f"environment {domain.section.env} is asynchronous; "
-            "demonstrations need plain reset, step and use"
-        )
+    with asyncio.Runner() as runner:
+        try:
+            yield from _play(domain, environment, runner, episodes=episodes, noise=noise, seed=seed)
+        finally:
+            _await_result(runner, environment.close())
+
+
+def _play(
+    domain: Domain,
+    environment: Environment,
+    runner: asyncio.Runner,
+    *,
+    episodes: int,
+    noise: float,
+    seed: int,
+) -> Iterator[tuple[list[Messages], bool]]:
     rng = np.random.default_rng([seed, 1])
     for index in range(episodes):
-        view: Any = environment.reset(index, "train", mix(seed, index))
+        view: Any = _await_result(runner, environment.reset(index, "train", mix(seed, index)))
         success = False
         seats: dict[str, _SeatDemonstration] = {}
         for _ in range(domain.section.max_turns * max(len(domain.seats), 1)):
@@ -136,9 +145,9 @@ def demonstrations(
             action = environment.demonstrate(rng, noise)
             step: Any
             if isinstance(action, str):
-                step = environment.step(action)
+                step = _await_result(runner, environment.step(action))
             else:
-                step = environment.use(action)
+                step = _await_result(runner, environment.use(action))
             seat.act(action)
             success = step.success
             view = step.observation
@@ -151,7 +160,15 @@ def demonstrations(
             for conversation in seat.conversations
         ]
         yield conversations, success
-    environment.close()
+
+
+def _await_result(runner: asyncio.Runner, value: Any) -> Any:
+    """Return what a method returned, awaited if the environment is asynchronous."""
+    return runner.run(_await_value(value)) if inspect.isawaitable(value) else value
+
+
+async def _await_value(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 class _SeatDemonstration:

@@ -25,6 +25,7 @@ from envhub.envs.agent import AgentEnvironment
 from envhub.envs.base import Environment, History, Isolation, Split
 from envhub.lengths.selection import EstimatorChoice, load_estimator
 from envhub.servers.turn import mix
+from envhub.tasks.settings import TaskArgs
 from rlearner_text.template_rules import Examples
 
 
@@ -45,6 +46,12 @@ class Domain:
     def isolation(self) -> Isolation:
         """Where the environment's methods run: as configured, else as the class says."""
         return self.section.isolation or self.environment.isolation
+
+    @property
+    def has_program(self) -> bool:
+        """Whether a program plays its episodes, and calls the policy by itself."""
+        is_agent = issubclass(self.environment, AgentEnvironment)
+        return is_agent or (isinstance(self.args, TaskArgs) and bool(self.args.agent))
 
     def make(self) -> Environment:
         """Return a new instance of the environment."""

@@ -35,6 +35,7 @@ from rlearner.exporter import cli as exporter_cli
 from rlearner.new import cli as new_cli
 from rlearner.ops import cli as ops_cli
 from rlearner.plan import cli as plan_cli
+from rlearner.tasks import cli as tasks_cli
 from rlearner.units import cli as units_cli
 from rlearner.up import cli as up_cli
 
@@ -101,6 +102,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_settings_parser(commands)
     new_cli.add_parser(commands)
     data_cli.add_parser(commands)
+    tasks_cli.add_parser(commands)
     doctor_cli.add_parser(commands)
     plan_cli.add_parser(commands)
     units_cli.add_parser(commands)

@@ -31,6 +31,7 @@ EXAMPLES: Final = {
         "rlearner new lakes     # then: cd lakes && rlearner up lakes.yaml",
         "rlearner new sums --kind qa",
         "rlearner new shop --kind tools",
+        "rlearner new shells --kind terminal",
     ],
     "rlearner doctor": ["rlearner doctor", "rlearner doctor configs/code.yaml --json"],
     "rlearner plan": [
@@ -75,6 +76,11 @@ EXAMPLES: Final = {
     "rlearner rescore": [
         "rlearner rescore quick reward.length.weight=0.5",
         "rlearner rescore math 'domains.math.rewards=[{name: math_answer}]' --out new.jsonl",
+    ],
+    "rlearner tasks": ["rlearner tasks try tasks --image '*=host'"],
+    "rlearner tasks try": ["rlearner tasks try tasks --image 'python:*=host'"],
+    "rlearner tasks swe": [
+        "rlearner tasks swe rows.jsonl --mirrors mirrors --out tasks --image swe-python"
     ],
     "rlearner data": ["rlearner data sample train.jsonl --by level --n 500 --out small.jsonl"],
     "rlearner data sample": [

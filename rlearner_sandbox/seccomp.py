@@ -111,12 +111,16 @@ MACHINES: Final = {
 }
 
 
-def program(machine: str | None = None, *, memory_files: bool = False) -> bytes:
+def program(
+    machine: str | None = None, *, memory_files: bool = False, route_sockets: bool = False
+) -> bytes:
     """Return the filter for ``bwrap --seccomp``; KeyError unless x86_64 or aarch64.
 
     Args:
         memory_files: whether memfd_create is allowed, for programs whose memory somebody else
             watches.
+        route_sockets: whether they may open netlink sockets for routes, to list the network
+            interfaces.
     """
     table = MACHINES[machine or platform.machine()]
     code = [
@@ -142,6 +146,13 @@ def program(machine: str | None = None, *, memory_files: bool = False) -> bytes:
     families = [
         part for family in FAMILIES for part in _if_equal(family, _instruction(RETURN, ALLOW))
     ]
+    if route_sockets:
+        families += _if_equal(
+            socket.AF_NETLINK,
+            _instruction(LOAD, THIRD_ARGUMENT_AT),
+            *_if_equal(0, _instruction(RETURN, ALLOW)),
+            _fail_with(errno.EAFNOSUPPORT),
+        )
     code += _if_equal(
         table.socket,
         _instruction(LOAD, FIRST_ARGUMENT_AT),

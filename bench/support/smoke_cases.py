@@ -195,6 +195,12 @@ CASES: Final = (
         problem=_sandbox_problem,
     ),
     SmokeCase(
+        "bench.tasks",
+        ("tasks", "scripted", "cheating", "cheats"),
+        ("--per-kind", "1", "--cheated-tasks", "1", "--no-provider"),
+        problem=_sandbox_problem,
+    ),
+    SmokeCase(
         "bench.cheats",
         ("forms", "tried", "succeeded", "canonical"),
         constants={"bench.cheats:FORMS": ("pairs",)},

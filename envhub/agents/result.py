@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -40,6 +41,21 @@ class AgentResult:
     success: bool = False
     response: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ProgramOutcome:
+    """How a program's episode ended.
+
+    Attributes:
+        prompt, reference: what reward hubs see as question and answer.
+        row: of the task; None if it has none.
+    """
+
+    result: AgentResult
+    prompt: str
+    reference: str = ""
+    row: Mapping[str, Any] | None = None
 
 
 def read(

@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
@@ -15,8 +15,9 @@ from broker.contract import wire
 from broker.errors import UserError
 from envhub.agents import program
 from envhub.agents.record import RecordedSample
-from envhub.agents.result import AgentResult, BadResult, read
+from envhub.agents.result import AgentResult, BadResult, ProgramOutcome, read
 from envhub.agents.session import AgentSession, SessionContext
+from envhub.agents.task_program import play_task
 from envhub.envs import agent as agent_env
 from envhub.envs.agent import AgentArgs
 from envhub.envs.plain_row import fitting_columns
@@ -70,8 +71,6 @@ class AgentRunner:
             EpisodeFailed: if the program does not start, crashes, gives no result, or never calls
                 the policy.
         """
-        args = task.domain.args
-        assert isinstance(args, AgentArgs)
         # a hub's first episodes begin at the same time
         async with self._starting:
             if not self._server.address:
@@ -80,32 +79,56 @@ class AgentRunner:
         key = f"rl-{secrets.token_urlsafe(24)}"
         started_at = time.perf_counter()
         self._sessions[key] = session
-        row = agent_env.row(args, task.task_index, task.split)
+        args = task.domain.args
         try:
-            task_line = self._task_line(task, row)
-            env = self._environment(args, task, key)
-            with sandboxed_start(task.domain, args.cwd) as sandbox:
-                command = sandboxed_command(sandbox, agent_env.command(args))
-                program_exit = await program.run(
-                    command, task_line, env, args.cwd, sandbox.files if sandbox else ()
-                )
+            if isinstance(args, AgentArgs):
+                outcome = await self._run_program(task, args, session, self._endpoint(task, key))
+            else:
+                variables = self._endpoint(task, key)
+                outcome = await play_task(task, session, self._server.address, variables)
         except (OSError, UserError) as error:
             raise EpisodeFailed("env", f"the agent cannot be started: {error}") from None
         finally:
             # a process that outlives its program gets no more answers
             session.close()
             del self._sessions[key]
-        result = _read_result(args, session, program_exit)
         env_step_s = max(0.0, time.perf_counter() - started_at - session.generate_s)
-        prompt, reference = (
-            agent_env.text_of(args, row, column) for column in (args.prompt, args.answer)
-        )
-        episode = _make_result(
-            task, session, result, prompt=prompt, reference=reference, env_step_s=env_step_s
-        )
-        if row is not None and task.domain.sends_messages:
-            episode.row = fitting_columns(row)
+        episode = _make_result(task, session, outcome, env_step_s=env_step_s)
+        if outcome.row is not None and task.domain.sends_messages:
+            episode.row = fitting_columns(outcome.row)
         return episode
+
+    async def _run_program(
+        self,
+        task: EpisodeTask,
+        args: AgentArgs,
+        session: AgentSession,
+        endpoint: Mapping[str, str],
+    ) -> ProgramOutcome:
+        """Run the user's program beside the hub and return its own result."""
+        row = agent_env.row(args, task.task_index, task.split)
+        env = {
+            **worker_environment(self._passed),
+            **agent_env.whole_env(args),
+            **endpoint,
+            # hundreds of agents share a machine: a thread pool each would starve all of them
+            "OMP_NUM_THREADS": "1",
+        }
+        with sandboxed_start(task.domain, args.cwd) as sandbox:
+            command = sandboxed_command(sandbox, agent_env.command(args))
+            program_exit = await program.run(
+                command,
+                self._task_line(task, row),
+                env,
+                args.cwd,
+                sandbox.files if sandbox else (),
+            )
+        return ProgramOutcome(
+            _read_result(args, session, program_exit),
+            agent_env.text_of(args, row, args.prompt),
+            agent_env.text_of(args, row, args.answer),
+            row,
+        )
 
     def _task_line(self, task: EpisodeTask, row: object) -> str:
         fields: dict[str, object] = {
@@ -118,8 +141,9 @@ class AgentRunner:
             fields["row"] = row
         return json.dumps(fields, ensure_ascii=False) + "\n"
 
-    def _environment(self, args: AgentArgs, task: EpisodeTask, key: str) -> dict[str, str]:
-        endpoint = {
+    def _endpoint(self, task: EpisodeTask, key: str) -> dict[str, str]:
+        """Return the variables that tell a program where the policy is."""
+        return {
             "OPENAI_BASE_URL": self._server.address,
             "OPENAI_API_KEY": key,
             "OPENAI_MODEL": task.policy,
@@ -127,13 +151,6 @@ class AgentRunner:
             "ANTHROPIC_BASE_URL": self._server.address.removesuffix("/v1"),
             "ANTHROPIC_API_KEY": key,
             "ANTHROPIC_MODEL": task.policy,
-        }
-        return {
-            **worker_environment(self._passed),
-            **agent_env.whole_env(args),
-            **endpoint,
-            # hundreds of agents share a machine: a thread pool each would starve all of them
-            "OMP_NUM_THREADS": "1",
         }
 
 
@@ -178,11 +195,10 @@ def _read_result(
 def _make_result(
     task: EpisodeTask,
     session: AgentSession,
-    result: AgentResult,
-    prompt: str,
-    reference: str,
+    outcome: ProgramOutcome,
     env_step_s: float,
 ) -> EpisodeResult:
+    result = outcome.result
     samples = session.record.samples
     reward = result.reward or 0.0
     last_sample = samples[-1]
@@ -208,8 +224,8 @@ def _make_result(
     trajectories[-1] = msgspec.structs.replace(trajectories[-1], response=response, metrics=metrics)
     return EpisodeResult(
         trajectories,
-        prompt,
-        reference,
+        outcome.prompt,
+        outcome.reference,
         generate_s=session.generate_s,
         env_step_s=env_step_s,
         frames=[],

@@ -70,6 +70,7 @@ class AgentSession:
         is_cut: whether the last answer ended because of its length.
         failure: why the last call failed, if no server answered it.
         generate_s: seconds that all calls took.
+        num_pending: calls that wait for the policy.
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class AgentSession:
         self.is_cut = False
         self.failure = ""
         self.generate_s = 0.0
+        self.num_pending = 0
         self._answers = SampledAnswers(context.tokenizer)
         # those with sampled special tokens, which the record has to find again
         self._with_specials: list[str] = []
@@ -234,6 +236,7 @@ class AgentSession:
         prompt = array("i", request.token_ids.array().tolist())
         started_at = time.perf_counter()
         span = self._context.spans.enter("generate")
+        self.num_pending += 1
         try:
             turn, prediction = self._turn_request(request, prompt)
             sampled = await self._context.turn(turn)
@@ -248,6 +251,7 @@ class AgentSession:
         finally:
             self._context.spans.leave("generate", span, self._task.ticket)
             self.generate_s += time.perf_counter() - started_at
+            self.num_pending -= 1
         self.failure = ""
         if request.sampling.top_logprobs and not sampled.top:
             raise HttpError(

@@ -27,6 +27,7 @@ ENVS: Final[dict[str, str]] = {
     "search": "envhub.envs.tools.search_qa:SearchQA",
     "sokoban": "envhub.envs.games.sokoban:Sokoban",
     "tau2": "envhub.envs.adapters.tau2_env:Tau2Env",
+    "task": "envhub.envs.tools.terminal_task:TerminalTask",
     "textarena": "envhub.envs.adapters.textarena_env:TextArenaEnv",
     "tic_tac_toe": "envhub.envs.games.tic_tac_toe:TicTacToe",
     "webshop": "envhub.envs.tools.webshop:WebShop",

@@ -27,7 +27,8 @@ import numpy as np
 import numpy.typing as npt
 
 from broker.errors import UserError
-from broker.settings.config import Section
+from broker.settings.config import DomainSection, Section
+from broker.settings.schema.hubs import EnvhubSection
 from rlearner_text.tool_calls import ToolCall
 
 Split = Literal["train", "eval"]
@@ -121,6 +122,14 @@ class Environment:
             ConfigError: with the argument's name as key; the caller prepends
                 ``domains.<name>.env_args``.
             DataError: if a row of a data file is malformed.
+        """
+
+    @classmethod
+    def check_domain(cls, args: Any, section: DomainSection, envhub: EnvhubSection) -> None:
+        """Refuse settings of its domain or its hub with which it cannot work.
+
+        Raises:
+            ConfigError: with the key in the domain's section, or one that begins with ``envhub.``.
         """
 
     @classmethod
@@ -264,7 +273,7 @@ class Environment:
         """
         raise NotSupported(f"environment {type(self).__name__} has no solver for demonstrations")
 
-    def close(self) -> None:
+    def close(self) -> Awaitable[None] | None:
         """Release all resources."""
 
 

@@ -10,18 +10,20 @@ from typing import TYPE_CHECKING
 
 from broker.runtime.spans import SpanRecorder
 from envhub.domain import Domain
-from envhub.envs.agent import AgentEnvironment
 from envhub.envs.base import WORKER, Environment
 from envhub.episodes.episode import Episode, EpisodeContext, TurnSampler
 from envhub.episodes.seats.policies import PlayedPolicies, PlayerServices
 from envhub.episodes.seats.seated_episode import SeatedEpisode, is_seated
 from envhub.lengths.predictor import HubLengths, LengthPredictor
+from envhub.scheduling.slots import FailureKind
 from envhub.servers.awake_clock import AwakeClock
 from envhub.servers.turn import TurnFailed
 from envhub.task import EpisodeFailed, EpisodeResult, EpisodeTask
+from envhub.tasks.errors import TaskError
 from envhub.workers.calls import CallFailed, EnvironmentCalls
 from envhub.workers.returned import ReturnedValueError
 from envhub.workers.worker_pool import NoWorker, RemoteEnvironment, WorkerPools
+from rlearner_sandbox.providers.base import SandboxError
 from rlearner_text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -78,7 +80,7 @@ class EpisodeRunners:
         try:
             async with self.clock.timeout(self.limits.episode_timeout_s) as limit:
                 lengths = self.lengths.of(task.domain.name, task.domain.make_estimator, task.policy)
-                if issubclass(task.domain.environment, AgentEnvironment):
+                if task.domain.has_program:
                     return await self._play_agent(task, lengths, on_tokens)
                 environment = await self._environment(task.domain)
                 context = EpisodeContext(
@@ -94,7 +96,7 @@ class EpisodeRunners:
                 else:
                     result = await Episode(task, environment, context, on_tokens).run()
         except CallFailed as error:
-            raise EpisodeFailed("env", str(error), error.trace) from error
+            raise EpisodeFailed(_failure_kind(error), str(error), error.trace) from error
         except ReturnedValueError as error:
             raise EpisodeFailed("env", str(error)) from error
         except NoWorker as error:
@@ -232,3 +234,12 @@ class EpisodeRunners:
             environment = idle_workers[name][0]
             self.idle[name].remove(environment)
             self.calls.retire(environment)
+
+
+def _failure_kind(error: CallFailed) -> FailureKind:
+    """Return who is to blame: sandboxes that fail are the machine's, and another hub may have
+    better ones; a task that cannot be graded fails everywhere.
+    """
+    if isinstance(error.__cause__, SandboxError):
+        return "machine"
+    return "fatal" if isinstance(error.__cause__, TaskError) else "env"

@@ -89,7 +89,7 @@ class RemoteEnvironment(Environment):
     async def text_frame(self) -> str:  # type: ignore[override]
         return (await self._ask("text_frame", protocol.RenderState(), protocol.RenderedState)).text
 
-    async def close(self) -> None:  # type: ignore[override]
+    async def close(self) -> None:
         """Close the environment if it is healthy, and end its process."""
         try:
             if self._is_healthy:

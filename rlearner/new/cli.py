@@ -21,7 +21,10 @@ KINDS: Final[Mapping[str, tuple[str, ...]]] = {
     "qa": ("questions.jsonl", "reward.py"),
     "tools": ("environment.py", "reward.py"),
     "agent": ("agent.py",),
+    "terminal": (),
 }
+# The kind whose tasks are generated: eight of each sort.
+TASKS: Final = "tasks"
 # Git would apply a .gitignore to the template itself.
 IGNORED: Final = "runs/\n__pycache__/\n.pytest_cache/\n"
 # Stands for the project's name in the template, whose files hold braces of their own.
@@ -32,7 +35,7 @@ def add_parser(subparsers: Any) -> None:
     """Add ``new NAME``."""
     text = (
         "make a project folder that runs at once: a configuration, tests, and a game, questions "
-        "from a file, functions to call or an agent program"
+        "from a file, functions to call, an agent program or terminal tasks"
     )
     parser = subparsers.add_parser("new", help=text, description=text)
     parser.add_argument("name", metavar="NAME", help="of the new folder: letters, digits, _ and -")
@@ -41,7 +44,8 @@ def add_parser(subparsers: Any) -> None:
         choices=list(KINDS),
         default="game",
         help="a game of several turns, questions and answers from a file, Python functions that "
-        "the policy calls, or a program that uses OpenAI's protocol (%(default)s)",
+        "the policy calls, a program that uses OpenAI's protocol, or tasks in a terminal "
+        "(%(default)s)",
     )
     add_json(parser)
     parser.set_defaults(run=run_new)
@@ -99,4 +103,9 @@ def write_project(folder: Path, name: str, kind: str) -> list[str]:
         # Mode x: a file that exists is never overwritten.
         with (folder / file).open("x", encoding="utf-8") as target:
             target.write(text)
-    return list(texts)
+    if kind != "terminal":
+        return list(texts)
+    from envhub.tasks.generated import write_tasks
+
+    write_tasks(folder / TASKS)
+    return [*texts, f"{TASKS}/"]

@@ -24,8 +24,10 @@ FILES = {
     "qa": COMMON | {"questions.jsonl", "reward.py"},
     "tools": COMMON | {"environment.py", "reward.py"},
     "agent": COMMON | {"agent.py"},
+    "terminal": COMMON,
 }
-PASSED = {"game": 4, "qa": 7, "tools": 11, "agent": 22}
+FOLDERS = {"terminal": {"tasks/"}}
+PASSED = {"game": 4, "qa": 7, "tools": 11, "agent": 22, "terminal": 43}
 Make = Callable[[str], Path]
 
 
@@ -40,7 +42,8 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> Make:
         done = ran(here, "-m", "rlearner.cli", "new", "digits", *words, "--json")
         assert done.returncode == 0, done.stderr
         found = json.loads(done.stdout)
-        assert (found["folder"], set(found["files"])) == (str(here / "digits"), FILES[kind])
+        files = FILES[kind] | FOLDERS.get(kind, set())
+        assert (found["folder"], set(found["files"])) == (str(here / "digits"), files)
         return here / "digits"
 
     return project

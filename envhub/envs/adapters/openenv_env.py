@@ -123,7 +123,7 @@ class OpenEnv(Environment):
     def text_frame(self) -> str:
         return self._shown
 
-    async def close(self) -> None:  # type: ignore[override]
+    async def close(self) -> None:
         """End the session."""
         socket = self._socket
         session = self._session

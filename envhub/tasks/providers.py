@@ -1,0 +1,47 @@
+"""Makes a provider of sandboxes by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from broker.errors import ConfigError, UserError
+from broker.settings.registry import resolve
+from envhub.tasks.settings import TaskArgs
+from rlearner_sandbox.providers.base import SandboxProvider
+
+PROVIDERS: Final[dict[str, str]] = {
+    "namespace": "rlearner_sandbox.providers.namespace.provider:NamespaceProvider",
+}
+
+
+def load_provider(args: TaskArgs) -> SandboxProvider:
+    """Return a new provider.
+
+    Raises:
+        ConfigError: if there is none of that name, or it does not take an argument.
+        UserError: if it does not work on this host.
+    """
+    make: Any = resolve("sandbox_providers", args.provider, PROVIDERS)
+    arguments = dict(args.provider_args)
+    if isinstance(arguments.get("folder"), str):
+        arguments["folder"] = Path(arguments["folder"])
+    try:
+        provider: SandboxProvider = make(**arguments)
+    except TypeError as error:
+        raise ConfigError("provider_args", args.provider_args, str(error)) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"provider {args.provider}: {error}") from None
+    return provider
+
+
+def check_provider(args: TaskArgs) -> None:
+    """Check that there is a provider of that name.
+
+    Raises:
+        ConfigError: if there is not.
+    """
+    try:
+        resolve("sandbox_providers", args.provider, PROVIDERS)
+    except ConfigError as error:
+        raise ConfigError("provider", args.provider, error.allowed) from None
