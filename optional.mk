@@ -1,6 +1,6 @@
 # Suites and environments beside those of the Makefile; .ci/nightly runs the suites.
 
-.PHONY: audit sbom families-vllm test-loaded peers-env test-peers test-dist test-bundle test-oldest test-backup test-trackers test-deepspeed test-checkpoints test-megatron vllm-env test-vllm test-options test-real-model test-frameworks test-harbor test-harnesses test-console test-image chaos curves hosts nodes test-alerts test-slurm test-systemd
+.PHONY: audit sbom families-vllm test-loaded peers-env test-peers test-dist test-bundle test-oldest test-backup test-trackers test-deepspeed test-checkpoints test-megatron vllm-env test-vllm test-options test-real-model test-frameworks test-harbor test-harnesses test-console test-image chaos curves hosts nodes test-alerts test-slurm test-systemd test-retriever
 
 # Known vulnerabilities of what make setup installs; fails if there is one, or if no advisory service answers.
 audit: .venv-audit/ready
@@ -132,15 +132,27 @@ test-frameworks: setup .venv-frameworks/ready .venv-llamaindex/ready
 	@npm install --prefix .venv-frameworks --no-audit --no-fund --silent
 	@touch .venv-frameworks/ready
 
-# Shipped coding agents, unmodified, each on a small task with a policy that answers by a script: a minute, and 700 MB of npm packages.
+# Shipped coding agents, unmodified, each on small tasks with a policy that answers by a script, in a network that ends at loopback
+# where this is root: some five minutes, and 1.4 GB of packages. The last line is one JSON object.
+HARNESSES := $(CURDIR)/.venv-harnesses
 test-harnesses: setup .venv-harnesses/ready
-	RL_HARNESSES_MODULES=$(CURDIR)/.venv-harnesses/node_modules OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/harnesses -v
+	RL_HARNESSES_MODULES=$(HARNESSES)/node_modules RL_HARNESSES_BIN=$(HARNESSES)/python/bin RL_HARNESSES_FIGURES=$(HARNESSES)/figures.json \
+		OMP_NUM_THREADS=1 $(BIN)/python tests/harnesses/without_network.py $(HARNESSES)/figures.json \
+		$(BIN)/python -m pytest -n 0 tests/harnesses -v
 
-.venv-harnesses/ready: requirements/harnesses.json
+.venv-harnesses/ready: requirements/harnesses.json requirements/harnesses.txt
 	@mkdir -p .venv-harnesses
 	@cp requirements/harnesses.json .venv-harnesses/package.json
 	@npm install --prefix .venv-harnesses --no-audit --no-fund --silent
+	@test -x .venv-harnesses/python/bin/python || $(PYTHON) -m venv .venv-harnesses/python
+	@.venv-harnesses/python/bin/pip --disable-pip-version-check install --quiet -r requirements/harnesses.txt
 	@touch .venv-harnesses/ready
+
+# The retriever's index of usearch, kept beside the environment, and what a tool call costs: two minutes.
+test-retriever: setup
+	$(PIP_INSTALL) --no-deps --upgrade --target .venv/retriever usearch==2.26.6 numkong==7.8.6
+	PYTHONPATH=.venv/retriever OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/unit/envhub/test_retrieval.py
+	PYTHONPATH=.venv/retriever OMP_NUM_THREADS=1 $(BIN)/python -m bench.tools
 
 .venv-llamaindex/ready: requirements/frameworks-llamaindex.txt
 	@test -x .venv-llamaindex/bin/python || $(PYTHON) -m venv .venv-llamaindex

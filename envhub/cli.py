@@ -1,4 +1,4 @@
-"""The command ``envhub``: runs a hub; ``demos`` and ``render`` work without a broker."""
+"""The command ``envhub``: runs a hub; ``demos``, ``render`` and ``retriever`` need no broker."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from broker.system.entry import enter
 EPILOG = """also:
   envhub demos CONFIG    write demonstrations of an imperfect solver for a warm start
   envhub render CONFIG   replay recorded actions into a GIF
+  envhub retriever FILE  serve the search of a corpus to environments
 (each with --help)"""
 EXAMPLES: Final = {
     "envhub": [
@@ -181,9 +182,16 @@ def _parse_actions(text: str) -> list[str]:
     return actions
 
 
+def _serve_retriever(arguments: Sequence[str]) -> int:
+    from envhub.retriever_cli import run_retriever
+
+    return run_retriever(arguments)
+
+
 _COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "demos": _write_demos,
     "render": _render_gif,
+    "retriever": _serve_retriever,
 }
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from typing import Final
 from broker.cli import parser as broker_parser
 from envhub.cli import demos_parser, render_parser
 from envhub.cli import parser as envhub_parser
+from envhub.retriever_cli import retriever_parser
 from rewardhub.cli import parser as rewardhub_parser
 from rlearner.cli import make_parser
 from rollout.cli import parser as rollout_parser
@@ -26,6 +27,7 @@ PARSERS: Final = (
     envhub_parser,
     demos_parser,
     render_parser,
+    retriever_parser,
     rewardhub_parser,
     broker_parser,
 )

@@ -38,6 +38,13 @@ def _sandbox_problem() -> str:
     return "" if shutil.which("bwrap") else "bubblewrap is not installed: make bubblewrap"
 
 
+def _tools_problem() -> str:
+    for package, extra in (("mcp", "tools"), ("usearch", "retriever")):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed: pip install 'rlearner[{extra}]'"
+    return ""
+
+
 def _browser_problem() -> str:
     if importlib.util.find_spec("playwright") is None:
         return "playwright is not installed: make test-console"
@@ -111,6 +118,12 @@ CASES: Final = (
         "bench.update",
         ("tokens_lost_share",),
         ("--engine", "hf", "--rounds", "1", "--window", "2", "--settle", "0", *FEW_REQUESTS),
+    ),
+    SmokeCase(
+        "bench.tools",
+        ("mcp_call_ms", "mcp_http_call_ms", "function_call_ms", "retriever_qps", "recall_at_10"),
+        ("--calls", "3", "--vectors", "300", "--queries", "10"),
+        problem=_tools_problem,
     ),
     SmokeCase("bench.curves", ("rows",), ("--tiny", "--only", "number_line")),
     SmokeCase("bench.distill", ("teacher", "samples_ratio", "lost"), ("--small",)),

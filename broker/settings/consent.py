@@ -191,12 +191,15 @@ def _check_value(
         yield from _find_refusals(key, section, value, rules)
 
 
-def _find_secrets(key: str, value: Any, rules: HostRules, name: str = "") -> Iterator[Refusal]:
+def _find_secrets(
+    key: str, value: Any, rules: HostRules, name: str = "", *, headers_url: str = ""
+) -> Iterator[Refusal]:
     """Find the references to secrets that the host's rules do not allow.
 
     Args:
         name: of the mapping that holds ``value``, for those whose every key may be a secret
-            (``env``).
+            (``env``, ``headers``).
+        headers_url: where ``value`` is sent, if it holds headers.
     """
     if isinstance(value, list | tuple):
         for number, item in enumerate(value):
@@ -204,14 +207,22 @@ def _find_secrets(key: str, value: Any, rules: HostRules, name: str = "") -> Ite
         return
     if not isinstance(value, Mapping):
         return
-    url = value.get("base_url")
+    base_url = value.get("base_url")
+    url = base_url if isinstance(base_url, str) else headers_url
+    own_url = value.get("url")
     for part, item in value.items():
         place = f"{key}.{part}"
-        if (is_secret_name(str(part)) or name == "env") and (source := _secret_source(item)):
-            if not rules.allow_secret(source, url if isinstance(url, str) else ""):
-                yield Refusal(place, "secret", f"{source} for {url or 'code of the run'}")
+        may_be_secret = is_secret_name(str(part)) or name in ("env", "headers")
+        if may_be_secret and (source := _secret_source(item)):
+            # a key of its own server, such as retriever_api_key
+            server = value.get(str(part).removesuffix("_api_key"))
+            target = server if isinstance(server, str) else url
+            if not rules.allow_secret(source, target):
+                yield Refusal(place, "secret", f"{source} for {target or 'code of the run'}")
         else:
-            yield from _find_secrets(place, item, rules, str(part))
+            is_sent = part == "headers" and isinstance(own_url, str)
+            target = str(own_url) if is_sent else ""
+            yield from _find_secrets(place, item, rules, str(part), headers_url=target)
 
 
 def _secret_source(value: Any) -> str:

@@ -30,6 +30,7 @@ ENVS: Final[dict[str, str]] = {
     "task": "envhub.envs.tools.terminal_task:TerminalTask",
     "textarena": "envhub.envs.adapters.textarena_env:TextArenaEnv",
     "tic_tac_toe": "envhub.envs.games.tic_tac_toe:TicTacToe",
+    "tools": "envhub.envs.tools.tool_tasks:ToolTasks",
     "webshop": "envhub.envs.tools.webshop:WebShop",
     "word_problems": "envhub.envs.text.word_problems:WordProblems",
 }

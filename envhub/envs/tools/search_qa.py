@@ -1,9 +1,10 @@
-"""Questions to answer with a local search tool, as in Search-R1 (Jin et al. 2025,
+"""Questions to answer with a search tool, as in Search-R1 (Jin et al. 2025,
 arXiv:2503.09516).
 
 ``<search>words</search>``, or a tool call of that name with a ``query``, shows the best documents
-by BM25 within ``<information>``; ``<answer>…</answer>`` ends the episode and is scored against the
-reference. Set ``sampling.stop: ["</search>", "</answer>"]``, so that the model does not invent
+within ``<information>``; ``<answer>…</answer>`` ends the episode and is scored against the
+reference. The documents come from ``corpus`` by BM25, or from ``retriever``, a server in Search-R1's
+form such as ``envhub retriever``; without an answer of that the episode fails and is tried again. Set ``sampling.stop: ["</search>", "</answer>"]``, so that the model does not invent
 search results.
 """
 
@@ -11,13 +12,16 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 import numpy as np
-from pydantic import Field, NonNegativeFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt
 
 from broker.errors import ConfigError
-from broker.settings.config import DataPath
+from broker.settings.config import DataPath, EndpointMark
+from broker.settings.secret import SecretRef
 from envhub.envs.base import Observation, StepResult
+from envhub.envs.retrieval.client import RetrieverDown, retrieve
 from envhub.envs.text.asked import QuestionEnvironment
 from envhub.envs.text.qa import HARMLESS, QuestionAnswerArgs
 from envhub.envs.tools import tool_calls
@@ -31,10 +35,14 @@ class SearchArgs(QuestionAnswerArgs):
 
     harmless = (
         *HARMLESS, "text", "title", "answer_separator", "documents", "document_chars",
-        "max_searches", "score", "format_penalty",
+        "max_searches", "score", "format_penalty", "retriever_timeout_s",
     )  # fmt: skip
 
-    corpus: DataPath  # JSONL, one document per line
+    corpus: DataPath | None = None  # JSONL, one document per line; or:
+    # address of a server that searches, for example http://127.0.0.1:8000
+    retriever: Annotated[str, EndpointMark()] = ""
+    retriever_api_key: SecretRef | None = None  # that the server asks for
+    retriever_timeout_s: PositiveFloat = 10.0
     text: str = "contents"  # column
     title: str = "title"  # column, which may be missing
     # between several right answers in the answer column; empty: there is one
@@ -59,13 +67,19 @@ class SearchQA(QuestionEnvironment):
         if args.text == args.title:
             raise ConfigError("title", args.title, "another column than text")
         super().check(args)
+        if (args.corpus is None) == (not args.retriever):
+            raise ConfigError("corpus", args.corpus, "a file, or null with retriever; one of them")
+        if args.retriever:
+            _check_retriever(args)
+            return
         # the file may have changed since the last check
         read_corpus.cache_clear()
         _load_corpus(args)
 
     @classmethod
     def data_files(cls, args: SearchArgs) -> list[str]:
-        return [args.corpus, *super().data_files(args)]
+        corpus = [args.corpus] if args.corpus else []
+        return [*corpus, *super().data_files(args)]
 
     @classmethod
     def example(cls, folder: Path) -> dict[str, Any]:
@@ -107,9 +121,7 @@ class SearchQA(QuestionEnvironment):
                 metrics=metrics,
             )
         self._searches += 1
-        documents = _load_corpus(self.args).find(
-            content, self.args.documents, self.args.document_chars
-        )
+        documents = _find_documents(self.args, content)
         listing = (
             "\n".join(f"({rank}) {document}" for rank, document in enumerate(documents, start=1))
             or "Nothing was found."
@@ -137,4 +149,41 @@ class SearchQA(QuestionEnvironment):
 
 
 def _load_corpus(args: SearchArgs) -> Corpus:
+    assert args.corpus is not None
     return read_corpus(args.corpus, args.text, args.title)
+
+
+def _find_documents(args: SearchArgs, query: str) -> list[str]:
+    """Return the best documents, each as its title and its text, cut to ``document_chars``.
+
+    Raises:
+        RetrieverDown: without an answer of the server.
+    """
+    if not args.retriever:
+        return _load_corpus(args).find(query, args.documents, args.document_chars)
+    key = args.retriever_api_key
+    api_key = key.require("retriever_api_key", args.retriever) if key else ""
+    contents = retrieve(
+        args.retriever, query, args.documents, timeout_s=args.retriever_timeout_s, api_key=api_key
+    )
+    return [shown_document(each, args.document_chars) for each in contents[: args.documents]]
+
+
+def shown_document(contents: str, max_chars: int) -> str:
+    """Return a document of Search-R1's form as one line: title, colon, text."""
+    title, _, text = contents.partition("\n")
+    text = " ".join(text.split())
+    title = title.strip().strip('"')
+    text = text if len(text) <= max_chars else text[: max_chars - 1] + "…"
+    return f"{title}: {text}" if title else text
+
+
+def _check_retriever(args: SearchArgs) -> None:
+    if urlsplit(args.retriever).scheme not in ("http", "https"):
+        allowed = "an address such as http://127.0.0.1:8000"
+        raise ConfigError("retriever", args.retriever, allowed)
+    try:
+        _find_documents(args, "a first query")
+    except RetrieverDown as error:
+        allowed = f"the address of a running retriever: {error}"
+        raise ConfigError("retriever", args.retriever, allowed) from None

@@ -110,6 +110,34 @@ def test_shipped_configurations(preset: Path) -> None:
         assert keys(config) == expected.get(preset.stem, [])
 
 
+def test_secrets_of_tools_go_where_they_are_sent() -> None:
+    wiki = {"url": "https://wiki.example/mcp", "headers": {"X-Key": {"env": "WIKI_KEY"}}}
+    files = {"command": ["files"], "env": {"FILES": {"env": "FILES_KEY"}}}
+    tools = {"wiki": {"kind": "mcp", "args": wiki}, "files": {"kind": "mcp", "args": files}}
+    config = domain(env="tools", env_args={"tools": tools})
+    assert ("domains.a.env", "trust") in keys(config)
+    trusted = refused_settings(config, HostRules(), is_trusted=True)
+    assert [(each.key, each.text) for each in trusted] == [
+        (
+            "domains.a.env_args.tools.wiki.args.headers.X-Key",
+            "WIKI_KEY for https://wiki.example/mcp",
+        ),
+        ("domains.a.env_args.tools.files.args.env.FILES", "FILES_KEY for code of the run"),
+    ]
+    rules = HostRules.of(["WIKI_KEY=wiki.example", "FILES_KEY=*"], [])
+    assert refused_settings(config, rules, is_trusted=True) == []
+
+
+def test_a_retriever_and_its_key_need_its_host() -> None:
+    args = {"retriever": "https://find.example", "retriever_api_key": {"env": "FIND_KEY"}}
+    config = domain(env="search", env_args=args)
+    assert keys(config) == [
+        ("domains.a.env_args.retriever", "endpoint"),
+        ("domains.a.env_args.retriever_api_key", "secret"),
+    ]
+    assert keys(config, HostRules.of(["FIND_KEY=find.example"], [])) == []
+
+
 def test_validated_configuration_is_refused_as_before() -> None:
     config = validate(load("configs/quickstart.yaml", ["rollout.engine=random"]))
     assert keys(config) == []

@@ -1,0 +1,155 @@
+"""``kind: functions``: Python functions as tools, in a process of their own.
+
+    tools:
+      sums: {kind: functions, args: {functions: ["./tools.py:add", "my_package.tools:lookup"]}}
+
+Names, annotations and docstrings describe them to the policy; arguments are converted and checked
+by pydantic. What a function raises is a result that the policy reads. A function that does not
+return is killed with its process; as its arguments come from the policy, that is a result, too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+from pydantic import Field
+
+from broker.errors import ConfigError
+from broker.settings.config import Section
+from broker.settings.secret import SecretRef
+from broker.system.workers import line
+from broker.system.workers.output import WorkerOutput
+from broker.system.workers.start import start
+from envhub.envs.tool_sources.base import (
+    SourceFailed,
+    ToolResult,
+    ToolSource,
+    ToolSpec,
+)
+from envhub.envs.tool_sources.process import GUARD
+from envhub.envs.tool_sources.secret_values import find_values
+
+WORKER = "envhub.envs.tool_sources.function_worker"
+
+
+class FunctionArgs(Section):
+    """``args`` of a tool source of kind ``functions``."""
+
+    # package.module:name or file.py:name of each; plain or async
+    functions: Annotated[list[str], Field(min_length=1)]
+    # added to the environment of their process
+    env: dict[str, str | SecretRef] = Field(default_factory=dict)
+    start_timeout_s: Annotated[float, Field(gt=0)] = 20.0  # to import them
+
+
+class FunctionSource(ToolSource):
+    """One process with the functions."""
+
+    Args = FunctionArgs
+    on_failure = "observe"
+
+    args: FunctionArgs
+
+    def __init__(self, name: str, args: FunctionArgs) -> None:
+        super().__init__(name, args)
+        self._socket: line.WorkerSocket | None = None
+        self._pid = 0
+        self._output: WorkerOutput | None = None
+        self._turn = asyncio.Lock()
+
+    @classmethod
+    def check(cls, args: FunctionArgs) -> None:
+        for target in args.functions:
+            place, _, name = target.rpartition(":")
+            if not place or not name:
+                allowed = "write 'package.module:name' or 'file.py:name'"
+                raise ConfigError("functions", target, allowed)
+            if place.endswith(".py") and not Path(place).is_file():
+                raise ConfigError("functions", target, f"there is no file {place}")
+
+    @classmethod
+    def data_files(cls, args: FunctionArgs) -> list[str]:
+        files = (target.rpartition(":")[0] for target in args.functions)
+        return list(dict.fromkeys(file for file in files if file.endswith(".py")))
+
+    async def open(self) -> Sequence[ToolSpec]:
+        env = find_values(self.args.env, f"tools.{self.name}.env")
+        ours, theirs = socket.socketpair()
+        output = self._output = WorkerOutput(f"tools {self.name}")
+        guard = [sys.executable, "-I", "-S", GUARD, str(os.getpid())]
+        with theirs:
+            try:
+                child = await asyncio.to_thread(
+                    start,
+                    WORKER,
+                    theirs,
+                    output.file,
+                    self.args.functions,
+                    signal.SIGTERM,
+                    env=env,
+                    within=guard,
+                )
+            except OSError as error:
+                ours.close()
+                raise SourceFailed(f"functions {self.name}: {error.strerror}") from None
+        self._pid = child.pid
+        self._socket = await line.WorkerSocket.open(ours)
+        try:
+            async with asyncio.timeout(self.args.start_timeout_s):
+                reply = msgspec.msgpack.decode(await self._socket.ask(b""))
+        except TimeoutError:
+            await self.close()
+            limit = self.args.start_timeout_s
+            raise SourceFailed(
+                f"functions {self.name} were not imported within {limit:g} s"
+            ) from None
+        except (line.HungUp, line.ProtocolError) as error:
+            await self.close()
+            raise SourceFailed(f"functions {self.name}: the process ended: {error}") from None
+        if isinstance(reply, str):
+            await self.close()
+            raise SourceFailed(f"functions {self.name}: {line.clean(reply)}")
+        return [msgspec.convert(spec, ToolSpec) for spec in reply]
+
+    async def call(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> ToolResult:
+        request = msgspec.msgpack.encode((tool, arguments))
+        # one process runs one call at a time
+        async with self._turn:
+            if self._socket is None:
+                raise SourceFailed(f"functions {self.name} are not running")
+            try:
+                async with asyncio.timeout(timeout_s):
+                    answer = await self._socket.ask(request)
+                return msgspec.msgpack.decode(answer, type=ToolResult)
+            except TimeoutError:
+                await self.close()
+                detail = f"function {tool} did not return within {timeout_s:g} s"
+                raise SourceFailed(detail) from None
+            except (line.HungUp, line.ProtocolError, msgspec.DecodeError) as error:
+                await self.close()
+                raise SourceFailed(f"function {tool} ended its process: {error}") from None
+            except asyncio.CancelledError:
+                # the answer that is under way would be read as the next one's
+                await self.close()
+                raise
+
+    async def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        if self._pid:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pid, signal.SIGTERM)
+            self._pid = 0
+        if self._output is not None:
+            self._output.close()
+            self._output = None
