@@ -225,7 +225,7 @@ test-systemd: setup
 
 # The recipes of small models, whole: about half an hour on two idle cores. Writes the table in docs/learning.md.
 curves: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m bench.curves
+	OMP_NUM_THREADS=1 $(BIN)/python -m bench.curves --results bench/results/curves
 
 # The task model and templates of the package harbor, which is only unpacked: it needs a newer Python to run.
 HARBOR := build/harbor

@@ -1,10 +1,12 @@
 """Train the recipes of small models, and compare held-out success before and after.
 
-    python -m bench.curves [--only lakes,transfer] [--out runs/curves] [--report] [--tiny]
+    python -m bench.curves [--only lakes,transfer] [--out runs/curves] [--results FOLDER] [--report]
+                           [--tiny]
 
 Each recipe is a run of ``rlearner up`` on two cores, from its configuration in ``configs``. A
-finished run is a file in the output folder and is not repeated. With all recipes, the table in
-docs/learning.md is written. The last line is one JSON object:
+finished run is a file in the output folder, or in that of ``--results``, and is not repeated. With
+``--results bench/results/curves``, where the published ones are, the table in docs/learning.md is
+written from all that are there. The last line is one JSON object:
 
 - ``rows``: ``name``, ``start``, ``end``, ``interval`` (95 % of the end: low, high), ``random`` (of
   random moves on the same tasks, null where there are none), ``above`` (whether the end exceeds the
@@ -68,6 +70,15 @@ RECIPES: Final[Mapping[str, Recipe]] = {
     ),
     "webshop": Recipe("configs/webshop.yaml", {"shop": "a generated web shop"}),
     "sokoban": Recipe("configs/sokoban.yaml", {"sokoban": "Sokoban, 6x6"}),
+    "programs": Recipe("configs/programs.yaml", {"programs": "tiny programs in the sandbox"}),
+    "several": Recipe(
+        "configs/several.yaml",
+        {
+            "lake": "three domains in one run: frozen lakes",
+            "line": "three domains: NumberLine",
+            "programs": "three domains: tiny programs",
+        },
+    ),
 }
 TINY: Final = (
     "train.steps=2",
@@ -89,12 +100,11 @@ def run_recipe(name: str, options: argparse.Namespace) -> dict[str, Any]:
         UserError: if the run fails, or is missing and not to be run.
     """
     recipe = RECIPES[name]
-    overrides = [*recipe.overrides, *(TINY if options.tiny else ()), "eval.at_start=true"]
-    file = options.out / f"{name}.json"
-    stored = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
-    if stored is not None and stored["overrides"] == overrides:
-        return dict(stored)
+    overrides = overrides_of(name, options)
+    if (stored := find_result(name, options)) is not None:
+        return stored
     if options.report:
+        file = options.results / f"{name}.json"
         raise UserError(f"{file}: there is no result with these settings; leave out --report")
     run = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     command = [sys.executable, "-m", "rlearner.cli", "up", recipe.config, *overrides]
@@ -107,8 +117,22 @@ def run_recipe(name: str, options: argparse.Namespace) -> dict[str, Any]:
     minutes = round((time.monotonic() - began) / 60, 2)
     rows = measure_run(name, options.out / run, minutes)
     result = {"overrides": overrides, "rows": rows}
-    private_write(file, (json.dumps(result) + "\n").encode())
+    private_write(options.results / f"{name}.json", (json.dumps(result) + "\n").encode())
     return result
+
+
+def overrides_of(name: str, options: argparse.Namespace) -> list[str]:
+    """Return the settings of a recipe that differ from its configuration."""
+    return [*RECIPES[name].overrides, *(TINY if options.tiny else ()), "eval.at_start=true"]
+
+
+def find_result(name: str, options: argparse.Namespace) -> dict[str, Any] | None:
+    """Return the stored result of a recipe with its present settings, None if there is none."""
+    file = options.results / f"{name}.json"
+    if not file.is_file():
+        return None
+    stored: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    return stored if stored["overrides"] == overrides_of(name, options) else None
 
 
 def measure_run(name: str, run: Path, minutes: float) -> list[dict[str, Any]]:
@@ -205,19 +229,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"of {','.join(RECIPES)}",
     )
     add("--out", type=Path, default=Path("runs/curves"), help="where results are kept")
+    add("--results", type=Path, help="keep results there (in --out), and write the table")
     add("--docs", type=Path, default=Path("docs"), help="folder of learning.md (%(default)s)")
     add("--report", action="store_true", help="run nothing: report what is there")
     add("--tiny", action="store_true", help="two steps of each, without a report")
     options = parser.parse_args(arguments)
     options.out = options.out.absolute()
-    options.out.mkdir(parents=True, exist_ok=True)
+    is_published = options.results is not None
+    options.results = (options.results or options.out).absolute()
+    for folder in (options.out, options.results):
+        folder.mkdir(parents=True, exist_ok=True)
     try:
         rows = [row for name in options.only for row in run_recipe(name, options)["rows"]]
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    if not options.tiny and set(options.only) == set(RECIPES):
-        curves_report.write(options.docs, rows)
+    if is_published and not options.tiny:
+        results = [find_result(name, options) for name in RECIPES]
+        published = [row for result in results if result is not None for row in result["rows"]]
+        curves_report.write(options.docs, published)
     print(json.dumps({"rows": rows, "not_above": [r["name"] for r in rows if not r["above"]]}))
     return 0
 

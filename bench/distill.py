@@ -1,15 +1,16 @@
 """Compare distillation from a served teacher with GRPO.
 
-    python -m bench.distill [--lrs 0.001,0.002,0.004]
+    python -m bench.distill [--lrs 0.001,0.002,0.004] [--out runs/distill] [--results FOLDER]
 
 A teacher learns the quickstart's lakes from good demonstrations. A smaller student then starts from
 bad ones, once for each method and learning rate, with the same evaluations: the teacher alone
-trains it (``configs/teacher.yaml``), or rewards alone (GRPO). Each run is a ``rlearner up``. One
+trains it (``configs/teacher.yaml``), or rewards alone (GRPO). Each run is a ``rlearner up``; a
+finished run is a file in the output folder and is not repeated while its settings are the same. One
 more distillation has its teacher's server killed (SIGKILL) during the run. The last line is one
 JSON object:
 
-- ``teacher``, ``student_start``, ``student_end``, ``grpo_end``: success on 256 held-out lakes; the
-  ends at each method's best learning rate.
+- ``teacher``, ``student_start``, ``student_end``, ``grpo_end``: success on 512 held-out lakes; the
+  ends at each method's best learning rate; ``ends``: at each of them.
 - ``target``: 0.05 below the teacher, or GRPO's best if that is lower; ``samples``, ``grpo_samples``:
   trained episodes until the first evaluation at the target, at the best learning rate;
   ``samples_ratio``.
@@ -31,19 +32,26 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import msgspec
+
 from broker.errors import UserError
+from broker.system.private_files import private_write
 from learner.reporting.metrics import read_lines, step_of
 
 LRS: Final = (1e-3, 2e-3, 4e-3)
 KILLS: Final = 3
 MARGIN: Final = 0.05  # below the teacher that counts as reaching it
 SUCCESS: Final = "eval/success_rate"
+STATES: Final = ("issued", "trained", "filtered", "dropped", "dead", "open")
+STUDENT: Final = "configs/teacher.yaml"
 TEACHER: Final = ("warm_start.noise=0.05", "warm_start.steps=600", "warm_start.episodes=1024")
 GRPO: Final = (
     'domains.lake.teacher=""',
     "teachers.big=null",
     "algorithm={adv_estimator: grpo, pg_variant: ppo}",
+    "algorithm.num_minibatches=1",
     "domains.lake.group_size=8",
+    "train.groups_per_step=16",
 )
 
 
@@ -53,8 +61,8 @@ class Scale:
 
     teacher_steps: int = 40
     steps: int = 40
-    grpo_steps: int = 160
-    tasks: int = 256
+    grpo_steps: int = 100
+    tasks: int = 512
     lrs: Sequence[float] = LRS
     kills: int = KILLS
     overrides: tuple[str, ...] = ()
@@ -67,7 +75,7 @@ SMALL: Final = Scale(
     tasks=8,
     lrs=LRS[:1],
     kills=0,
-    overrides=("warm_start.steps=2", "warm_start.episodes=8", "train.groups_per_step=2"),
+    overrides=("warm_start.steps=2", "warm_start.episodes=8", "train.groups_per_step=8"),
 )
 
 
@@ -79,20 +87,92 @@ class Evaluated:
     success: float
 
 
-def run_up(
-    folder: Path, name: str, config: str, overrides: Sequence[str], *, kills: int = 0
-) -> list[dict[str, Any]]:
-    """Run ``rlearner up`` and return the lines of its metrics.
+@dataclass(frozen=True)
+class RunResult:
+    """What is kept of a finished run.
+
+    Attributes:
+        settings: its configuration and what was overridden, but where it ran.
+        evaluations: of the policy, with the trained episodes before each.
+        tickets: number of tickets by state, at the end.
+        folder: of the run.
+        minutes: wall time.
+    """
+
+    settings: list[str]
+    evaluations: list[Evaluated]
+    tickets: dict[str, int]
+    folder: str
+    minutes: float
+
+    @property
+    def success(self) -> float:
+        """Success at the end."""
+        return self.evaluations[-1].success
+
+
+class RunCache:
+    """Runs ``rlearner up``, once for each name and settings.
 
     Args:
-        kills: times to kill the teacher's server, once after each of as many steps.
+        folder: of the runs.
+        results: of a file for each finished run.
+    """
+
+    def __init__(self, folder: Path, results: Path) -> None:
+        self._folder = folder
+        self._results = results
+
+    def find_result(self, name: str, settings: list[str]) -> RunResult | None:
+        """Return the result of a run with exactly these settings."""
+        file = self._results / f"{name}.json"
+        if not file.is_file():
+            return None
+        result = msgspec.json.decode(file.read_bytes(), type=RunResult)
+        return result if result.settings == settings else None
+
+    def run(
+        self, name: str, config: str, overrides: Sequence[str], *, teacher: str = "", kills: int = 0
+    ) -> RunResult:
+        """Return a run's result; run it if there is none.
+
+        Args:
+            teacher: folder of the teacher's weights.
+            kills: times to kill the teacher's server, once after each of as many steps.
+
+        Raises:
+            UserError: if the run fails.
+        """
+        settings = [config, *overrides]
+        if (result := self.find_result(name, settings)) is not None:
+            return result
+        run = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        place = [f"run.dir={self._folder}", f"run.name={run}"]
+        if teacher:
+            place.append(f"teachers.big.model_path={teacher}")
+        began = time.monotonic()
+        run_up([*settings, *place], kills)
+        folder = self._folder / run
+        rows = read_lines(folder / "metrics.jsonl")
+        result = RunResult(
+            settings=settings,
+            evaluations=read_evaluations(rows, episodes_of(folder)),
+            tickets={state: int(rows[-1][f"ticket/{state}"]) for state in STATES},
+            folder=str(folder),
+            minutes=round((time.monotonic() - began) / 60, 1),
+        )
+        private_write(self._results / f"{name}.json", msgspec.json.encode(result) + b"\n")
+        return result
+
+
+def run_up(arguments: Sequence[str], kills: int) -> None:
+    """Run ``rlearner up``, and kill its teacher's server after each of the first steps.
 
     Raises:
-        UserError: if the run fails.
+        UserError: if it fails, or ends before all kills.
     """
-    run = [f"run.dir={folder}", f"run.name={name}"]
-    command = [sys.executable, "-m", "rlearner.cli", "up", config, *overrides, *run, "--json"]
-    print(f"{name}: {' '.join(overrides)}", file=sys.stderr, flush=True)
+    command = [sys.executable, "-m", "rlearner.cli", "up", *arguments, "--json"]
+    print(" ".join(command[3:]), file=sys.stderr, flush=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
@@ -103,8 +183,7 @@ def run_up(
                 kills -= 1
     if process.returncode or kills:
         missing = f", {kills} kills were left" if kills else ""
-        raise UserError(f"{folder / name}: ended with exit code {process.returncode}{missing}")
-    return read_lines(folder / name / "metrics.jsonl")
+        raise UserError(f"rlearner up ended with exit code {process.returncode}{missing}")
 
 
 def find_child(parent: int, argument: str) -> int | None:
@@ -162,44 +241,48 @@ def compare(
     }
 
 
-def measure(folder: Path, scale: Scale) -> dict[str, Any]:
-    """Run everything and return the figures."""
-    began = time.monotonic()
+def measure(cache: RunCache, scale: Scale) -> dict[str, Any]:
+    """Run what is missing and return the figures."""
     common = [f"eval.tasks={scale.tasks}", 'eval.baseline=""', *scale.overrides]
-    steps = f"train.steps={scale.teacher_steps}"
-    ends = [
-        f"eval.every_steps={scale.teacher_steps}",
-        f"checkpoint.every_steps={scale.teacher_steps}",
-    ]
-    rows = run_up(folder, "teacher", "configs/quickstart.yaml", [*TEACHER, *common, steps, *ends])
-    teacher = [row[SUCCESS] for row in rows if SUCCESS in row][-1]
-    weights = folder / "teacher" / "checkpoints" / f"step-{scale.teacher_steps:06d}"
-    taught = [f"teachers.big.model_path={weights}", *common]
-    student = "configs/teacher.yaml"
-    curves: dict[str, list[list[Evaluated]]] = {"distill": [], "grpo": []}
-    for number, lr in enumerate(scale.lrs):
-        distill = [*taught, f"train.lr={lr}", f"train.steps={scale.steps}", "eval.every_steps=2"]
-        rows = run_up(folder, f"distill-{number}", student, [*distill, "eval.at_start=true"])
-        curves["distill"].append(read_evaluations(rows, episodes_of(folder / f"distill-{number}")))
-        grpo = [*common, *GRPO, f"train.lr={lr}", f"train.steps={scale.grpo_steps}"]
-        every = f"eval.every_steps={max(scale.grpo_steps // 16, 1)}"
-        rows = run_up(folder, f"grpo-{number}", student, [*grpo, every, "eval.at_start=true"])
-        curves["grpo"].append(read_evaluations(rows, episodes_of(folder / f"grpo-{number}")))
-    figures = compare(teacher, curves)
-    killed = [*taught, f"train.steps={scale.steps}", "eval.every_steps=0"]
-    rows = run_up(folder, "killed", student, killed, kills=scale.kills)
-    tickets = {
-        name: rows[-1][f"ticket/{name}"]
-        for name in ("issued", "trained", "filtered", "dropped", "dead", "open")
+    student = [f"train.steps={scale.steps}", f"eval.every_steps={max(scale.steps // 10, 1)}"]
+    grpo = [f"train.steps={scale.grpo_steps}", f"eval.every_steps={max(scale.grpo_steps // 10, 1)}"]
+    teacher, weights = run_teacher(cache, scale, common)
+    sweeps: dict[str, list[RunResult]] = {"distill": [], "grpo": []}
+    for lr in scale.lrs:
+        settings = [*common, *student, f"train.lr={lr}"]
+        sweeps["distill"].append(cache.run(f"distill-{lr}", STUDENT, settings, teacher=weights))
+        settings = [*GRPO, *common, *grpo, f"train.lr={lr}"]
+        sweeps["grpo"].append(cache.run(f"grpo-{lr}", STUDENT, settings))
+    settings = [*common, f"train.steps={scale.steps}", "eval.every_steps=0"]
+    killed = cache.run("killed", STUDENT, settings, teacher=weights, kills=scale.kills)
+    curves = {
+        method: [result.evaluations for result in results] for method, results in sweeps.items()
     }
     return {
-        "teacher": teacher,
-        **figures,
+        "teacher": teacher.success,
+        **compare(teacher.success, curves),
+        "ends": {
+            method: {str(lr): run.success for lr, run in zip(scale.lrs, results, strict=True)}
+            for method, results in sweeps.items()
+        },
         "teacher_kills": scale.kills,
-        "lost": int(2 * tickets["issued"] - sum(tickets.values())),
-        "dead": int(tickets["dead"]),
-        "minutes": round((time.monotonic() - began) / 60, 1),
+        "lost": 2 * killed.tickets["issued"] - sum(killed.tickets.values()),
+        "dead": killed.tickets["dead"],
+        "minutes": round(
+            sum(run.minutes for runs in (*sweeps.values(), [teacher, killed]) for run in runs), 1
+        ),
     }
+
+
+def run_teacher(cache: RunCache, scale: Scale, common: list[str]) -> tuple[RunResult, str]:
+    """Return the teacher's result, and the folder of its weights."""
+    steps = f"train.steps={scale.teacher_steps}"
+    every = [
+        f"{section}.every_steps={scale.teacher_steps}" for section in ("eval", "checkpoint")
+    ]
+    result = cache.run("teacher", "configs/quickstart.yaml", [*TEACHER, *common, steps, *every])
+    weights = Path(result.folder) / "checkpoints" / f"step-{scale.teacher_steps:06d}"
+    return result, str(weights)
 
 
 def episodes_of(run: Path, domain: str = "lake") -> int:
@@ -239,12 +322,17 @@ def main() -> int:
         metavar="RATES",
         help=f"learning rates of both methods ({','.join(map(str, LRS))})",
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/distill"), help="folder of the runs")
+    parser.add_argument("--out", type=Path, help="folder of the runs (runs/distill)")
+    parser.add_argument("--results", type=Path, help="folder of their results (that of the runs)")
     options = parser.parse_args()
-    folder = options.out.absolute() / time.strftime("%Y%m%d-%H%M%S")
+    default = "runs/distill-small" if options.small else "runs/distill"
+    folder = (options.out or Path(default)).absolute()
+    results = (options.results or folder).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    results.mkdir(parents=True, exist_ok=True)
     try:
         scale = SMALL if options.small else Scale(lrs=options.lrs)
-        print(json.dumps(measure(folder, scale)))
+        print(json.dumps(measure(RunCache(folder, results), scale)))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

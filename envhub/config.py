@@ -256,13 +256,11 @@ def _check_demonstrations(domains: dict[str, Domain], settings: RunSettings) -> 
         return
     from envhub.envs.base import can_demonstrate
 
-    name = section.domain
-    if not name and len(settings.trained_domains) == 1:
-        name = next(iter(settings.trained_domains))
-    if name not in domains:
-        raise ConfigError("warm_start.domain", name, f"one of {', '.join(domains) or 'no domains'}")
-    if not can_demonstrate(domains[name].environment):
-        allowed = (
-            f"environment {domains[name].section.env} has no solver; give warm_start.data instead"
-        )
-        raise ConfigError("warm_start.domain", name, allowed)
+    for name in settings.demonstrated_domains():
+        if name not in domains:
+            allowed = f"one of {', '.join(domains) or 'no domains'}"
+            raise ConfigError("warm_start.domain", name, allowed)
+        if not can_demonstrate(domains[name].environment):
+            environment = domains[name].section.env
+            allowed = f"environment {environment} has no solver; give warm_start.data instead"
+            raise ConfigError("warm_start.domain", name, allowed)

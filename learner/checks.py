@@ -356,7 +356,6 @@ def _check_divided(model: ModelSection, section: MegatronSection) -> None:
 
 def _check_warm_start(settings: RunSettings) -> None:
     warm = settings.warm_start
-    names = list(settings.domains)
     if not warm.steps:
         return
     if warm.data is not None:
@@ -364,5 +363,6 @@ def _check_warm_start(settings: RunSettings) -> None:
             raise ConfigError(
                 "warm_start.data", warm.data, "no such file; a JSONL of conversations"
             )
-    elif warm.domain not in names and (warm.domain or len(settings.trained_domains) > 1):
-        raise ConfigError("warm_start.domain", warm.domain, f"one of {', '.join(names)}")
+    elif unknown := [n for n in settings.demonstrated_domains() if n not in settings.domains]:
+        allowed = f"one of {', '.join(settings.domains)}, or * for all that are trained"
+        raise ConfigError("warm_start.domain", unknown[0], allowed)

@@ -12,6 +12,7 @@ from typing import IO
 from broker.errors import UserError
 from broker.settings.run_settings import RunSettings
 from broker.system.children import spawn
+from broker.system.private_files import private_write
 from learner.prepare import Say, base_model
 
 log = logging.getLogger(__name__)
@@ -81,16 +82,27 @@ class ModelPreparation:
         if self._warm.data is not None:
             return self._warm.data
         out = self._folder / "demos.jsonl"
-        output = self._folder / "demos.log"
         if out.exists():
             return str(out)
+        domains = self._settings.demonstrated_domains()
+        if len(domains) == 1:
+            self._write_demonstrations(domains[0], out)
+            return str(out)
+        parts = [self._folder / f"demos-{domain}.jsonl" for domain in domains]
+        for domain, part in zip(domains, parts, strict=True):
+            if not part.exists():
+                self._write_demonstrations(domain, part)
+        private_write(out, b"".join(part.read_bytes() for part in parts))
+        return str(out)
+
+    def _write_demonstrations(self, domain: str, out: Path) -> None:
         warm = self._warm
+        output = self._folder / "demos.log"
         config = str(self._folder / "config.yaml")
-        self._say(f"generating {warm.episodes} demonstrations")
-        domain = ["--domain", warm.domain] if warm.domain else []
-        options = ["--episodes", str(warm.episodes), "--noise", str(warm.noise)]
-        options += ["--seed", str(self._run.seed), "--out", str(out)]
-        command = [sys.executable, "-m", "envhub.cli", "demos", config, *domain, *options]
+        self._say(f"generating {warm.episodes} demonstrations of {domain}")
+        options = ["--domain", domain, "--episodes", str(warm.episodes)]
+        options += ["--noise", str(warm.noise), "--seed", str(self._run.seed), "--out", str(out)]
+        command = [sys.executable, "-m", "envhub.cli", "demos", config, *options]
         with output.open("wb") as file:
             code = self._wait(command, file)
         lines = output.read_text(errors="replace").splitlines()
@@ -99,7 +111,6 @@ class ModelPreparation:
         if code != 0:
             last = lines[-1] if lines else "no output"
             raise UserError(f"envhub demos failed, exit code {code}: {last} (see {output})")
-        return str(out)
 
     def _wait(self, command: list[str], output: IO[bytes]) -> int:
         child = spawn(command, output)

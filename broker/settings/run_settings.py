@@ -78,6 +78,14 @@ class RunSettings(SectionGroup):
         names = sorted(self.domains if self.eval.domains is None else self.eval.domains)
         return {name: self.domains[name] for name in names}
 
+    def demonstrated_domains(self) -> list[str]:
+        """Return the domains whose demonstrations the warm start trains on, as it names them."""
+        name = self.warm_start.domain
+        trained = list(self.trained_domains)
+        if name == "*" or (not name and len(trained) == 1):
+            return trained
+        return [name]
+
     @classmethod
     def of_config(cls, values: PlainSettings) -> Self:
         """Return the settings in a validated configuration, as a RunSpec or a folder has it.

@@ -21,6 +21,7 @@ ENVS: Final[dict[str, str]] = {
     "number_line": "envhub.envs.games.number_line:NumberLine",
     "openenv": "envhub.envs.adapters.openenv_env:OpenEnv",
     "points24": "envhub.envs.games.points:Points24",
+    "programs": "envhub.envs.text.programs:ProgramTasks",
     "python": "envhub.envs.tools.python_qa:PythonQA",
     "qa": "envhub.envs.text.qa:QuestionAnswer",
     "reasoning_gym": "envhub.envs.adapters.reasoning_gym_env:ReasoningGymEnv",

@@ -17,6 +17,9 @@ from learner.offline.config import (
     OfflineSettings,
     backend_train,
 )
+from learner.offline.data import SupervisedDialogue, rename_columns
+from learner.offline.row_filter import ReadRow, RowFilter, make_filter
+from rlearner_text.rows.columns import Row
 from rlearner_text.rows.sources import DataSource
 from rlearner_text.tokenizer import Tokenizer
 
@@ -100,6 +103,19 @@ class OfflineJob(Generic[S]):
             max_context=self.max_tokens(),
         )
         return backend
+
+    def make_filter(self, key: str, read_row: ReadRow) -> RowFilter:
+        """Return what is left out of the data set with this key.
+
+        Args:
+            read_row: returns the conversations of a row with our names of columns.
+        """
+        data = self.settings.data
+
+        def read_renamed(row: Row) -> Sequence[SupervisedDialogue]:
+            return read_row(rename_columns(row, data.columns or {}))
+
+        return make_filter(data, key, read_renamed)
 
     def load(self, read: Callable[[DataSource, str], list[Any]]) -> tuple[list[Any], list[Any]]:
         """Return rows to train on, and held-out rows.

@@ -48,6 +48,13 @@ class DataSection(Section):
     max_rows: PositiveInt | None = None  # of each: at most this many, the first ones
     # our names of columns to those of the data set, for example prompt: extra_info.question
     columns: dict[str, str] | None = None
+    # leave out training rows that have the same words as an earlier one
+    deduplicate: bool = False
+    # leave out training rows whose question stands in the held-out rows of ``eval`` or
+    # ``eval_split``
+    decontaminate: bool = False
+    # words in a row that a question has in common with a held-out one to be left out
+    overlap_words: Annotated[int, Field(ge=3)] = 13
     # of the rows of ``train``, taken from its end
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
     # longer rows are cut (sft, distill) or omitted (dpo, rm); null: the model's
@@ -222,6 +229,9 @@ def validate_config(pipeline: str, config: UserSettings) -> OfflineSettings:
     settings.data.training_source().check("data.train")
     if (held_out := settings.data.held_out_source()) is not None:
         held_out.check("data.eval")
+    elif settings.data.decontaminate:
+        allowed = "false without data.eval and data.eval_split: no rows to compare with"
+        raise ConfigError("data.decontaminate", True, allowed)
     if wrong := sorted(set(settings.data.columns or ()) - set(COLUMNS)):
         allowed = f"the names here are {', '.join(COLUMNS)}"
         raise ConfigError("data.columns", wrong[0], allowed)

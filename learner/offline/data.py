@@ -11,6 +11,7 @@ import numpy as np
 
 from broker.errors import ConfigError, DataError
 from learner.algorithm.samples import TrainSample
+from learner.offline.row_filter import RowFilter
 from learner.offline.unusable_rows import EMPTY, LONG, UnusableRows
 from rlearner_text.rows.columns import Row, column_names, column_value
 from rlearner_text.rows.messages import (
@@ -156,6 +157,7 @@ def load_examples(
     key: str = "data",
     *,
     columns: Mapping[str, str] | None = None,
+    row_filter: RowFilter | None = None,
 ) -> list[TokenizedExample]:
     """Return the conversations of a data set as tokens, cut to ``max_tokens``, if any is trained.
 
@@ -163,6 +165,7 @@ def load_examples(
 
     Args:
         columns: our names of columns to those of the data set, where they differ.
+        row_filter: what is left out.
 
     Raises:
         ConfigError: if the data set cannot be read, or there is no chat template.
@@ -180,6 +183,9 @@ def load_examples(
             raise DataError(unusable.path, line, str(error)) from None
         if dialogue.is_empty:
             unusable.omit(EMPTY)
+            continue
+        if row_filter is not None and (reason := row_filter.find_reason((dialogue,))):
+            unusable.omit(reason)
             continue
         try:
             whole = dialogue.encode(tokenizer)

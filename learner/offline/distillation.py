@@ -14,7 +14,7 @@ from learner.backends.distill import DistillBackend, TaughtSample
 from learner.config import AlgorithmSection
 from learner.offline.base import OfflineJob
 from learner.offline.config import DistillSettings, backend_train
-from learner.offline.data import load_examples
+from learner.offline.data import load_examples, read_dialogue
 from learner.offline.supervised import optimizer_metrics
 from rlearner_text.rows.sources import DataSource
 from rlearner_text.tokenizer import Tokenizer
@@ -38,7 +38,10 @@ class DistillationPipeline:
 
         def read(source: DataSource, key: str) -> list[TrainSample]:
             columns = job.settings.data.columns
-            examples = load_examples(source, job.tokenizer, max_tokens, key, columns=columns)
+            row_filter = job.make_filter(key, lambda row: (read_dialogue(row),))
+            examples = load_examples(
+                source, job.tokenizer, max_tokens, key, columns=columns, row_filter=row_filter
+            )
             return [example.sample() for example in examples]
 
         self._rows, self._held_out = job.load(read)

@@ -29,7 +29,7 @@ from learner.config import AlgorithmSection
 from learner.offline import PREFERENCES
 from learner.offline.base import REFERENCE, OfflineJob, log
 from learner.offline.config import DpoSection, DpoSettings
-from learner.offline.preference_pairs import load_pairs
+from learner.offline.preference_pairs import load_pairs, read_pair
 from learner.offline.supervised import optimizer_metrics
 from rlearner_text.rows.sources import DataSource
 
@@ -109,7 +109,14 @@ class PreferencePipeline:
 
         def read(source: DataSource, key: str) -> list[SamplePair]:
             columns = job.settings.data.columns
-            pairs, _ = load_pairs(source, job.tokenizer, max_tokens, key, columns=columns)
+            pairs, _ = load_pairs(
+                source,
+                job.tokenizer,
+                max_tokens,
+                key,
+                columns=columns,
+                row_filter=job.make_filter(key, read_pair),
+            )
             return [(pair.chosen.sample(), pair.rejected.sample()) for pair in pairs]
 
         self._rows, self._held_out = job.load(read)

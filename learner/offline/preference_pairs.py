@@ -9,6 +9,7 @@ from typing import Final
 
 from broker.errors import ConfigError, DataError
 from learner.offline.data import SupervisedDialogue, TokenizedExample, join_dialogue, rename_columns
+from learner.offline.row_filter import RowFilter
 from learner.offline.unusable_rows import EMPTY, LONG, UnusableRows
 from rlearner_text.assistant_spans import common_length
 from rlearner_text.rows.columns import Row, column_names
@@ -40,6 +41,7 @@ def load_pairs(
     *,
     columns: Mapping[str, str] | None = None,
     encode: Encode = SupervisedDialogue.encode,
+    row_filter: RowFilter | None = None,
 ) -> tuple[list[PreferencePair], int]:
     """Return the pairs of a data set, and how many are omitted as longer than ``max_tokens``.
 
@@ -52,6 +54,7 @@ def load_pairs(
     Args:
         columns: our names of columns to those of the data set, where they differ.
         encode: makes the tokens; may raise ConfigError for what the chat template rejects.
+        row_filter: what is left out.
 
     Raises:
         ConfigError: if the data set cannot be read, or there is no chat template.
@@ -71,6 +74,9 @@ def load_pairs(
             raise DataError(unusable.path, line, str(error)) from None
         if any(dialogue.is_empty for dialogue in dialogues):
             unusable.omit(EMPTY)
+            continue
+        if row_filter is not None and (reason := row_filter.find_reason(dialogues)):
+            unusable.omit(reason)
             continue
         try:
             pair = PreferencePair(*(encode(dialogue, tokenizer) for dialogue in dialogues))

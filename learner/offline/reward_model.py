@@ -23,7 +23,7 @@ from learner.offline.preference import (
     summarize_pairs,
     weight_answers,
 )
-from learner.offline.preference_pairs import load_pairs
+from learner.offline.preference_pairs import load_pairs, read_pair
 from learner.offline.reward_pairs import encode_whole, sample_pair
 from learner.offline.supervised import optimizer_metrics
 from rlearner_text.rows.sources import DataSource
@@ -40,7 +40,13 @@ class RewardModelPipeline:
         def read(source: DataSource, key: str) -> list[SamplePair]:
             columns = settings.data.columns
             pairs, _ = load_pairs(
-                source, job.tokenizer, max_tokens, key, columns=columns, encode=encode_whole
+                source,
+                job.tokenizer,
+                max_tokens,
+                key,
+                columns=columns,
+                encode=encode_whole,
+                row_filter=job.make_filter(key, read_pair),
             )
             return [sample_pair(pair) for pair in pairs]
 

@@ -15,7 +15,7 @@ from learner.backends.base import Backend
 from learner.config import AlgorithmSection
 from learner.offline.base import OfflineJob, check_finite, longest_row
 from learner.offline.config import OfflineSettings, OfflineTrainSection, backend_train
-from learner.offline.data import load_examples, shuffled_batches
+from learner.offline.data import load_examples, read_dialogue, shuffled_batches
 from rlearner_text.atomic_folders import atomic_folder
 from rlearner_text.config import ModelSection, check_model_path
 from rlearner_text.rows.sources import DataSource
@@ -34,7 +34,10 @@ class SupervisedPipeline:
 
         def read(source: DataSource, key: str) -> list[TrainSample]:
             columns = job.settings.data.columns
-            examples = load_examples(source, job.tokenizer, max_tokens, key, columns=columns)
+            row_filter = job.make_filter(key, lambda row: (read_dialogue(row),))
+            examples = load_examples(
+                source, job.tokenizer, max_tokens, key, columns=columns, row_filter=row_filter
+            )
             return [example.sample() for example in examples]
 
         self._rows, self._held_out = job.load(read)

@@ -9,6 +9,7 @@ from rlearner.plan.demands import Demands
 from rlearner.plan.facts import Machine, Memory, ModelFacts
 from rlearner.plan.layouts import count_servers, learner_layouts, rank_choices, server_layouts
 from rlearner.plan.serving_memory import ServerLayout, ServerMemory, server_memory
+from rlearner.plan.teachers import TeacherFacts, TeacherServer, place_teachers
 from rlearner.plan.throughput import StepTimes, generate_seconds, train_seconds
 from rlearner.plan.training_memory import LearnerLayout, learner_memory
 
@@ -19,11 +20,13 @@ class Workload:
 
     Attributes:
         rewards: a process of each reward model, on one GPU; None without any.
+        teachers: those with weights of their own.
     """
 
     model: ModelFacts
     demands: Demands
     rewards: Memory | None = None
+    teachers: tuple[TeacherFacts, ...] = ()
 
     @property
     def reward_gpus(self) -> int:
@@ -43,6 +46,7 @@ class Plan:
         servers: copies of the server's model.
         rewards: GPUs that hold every reward model.
         shared: learner and server take turns on one GPU.
+        teachers: a server of each, before the reward models.
     """
 
     learner: LearnerLayout
@@ -54,6 +58,11 @@ class Plan:
     reward_memory: Memory | None
     times: StepTimes
     shared: bool = False
+    teachers: tuple[TeacherServer, ...] = ()
+
+    def last_server_gpu(self, machine: Machine) -> int:
+        """Return the GPU from which on there are no servers of the trained policy."""
+        return min((server.first for server in self.teachers), default=machine.gpus - self.rewards)
 
 
 def find_candidates(work: Workload, machine: Machine) -> Iterator[Plan]:
@@ -63,6 +72,7 @@ def find_candidates(work: Workload, machine: Machine) -> Iterator[Plan]:
     rewards = work.rewards
     server_memories = serving_layouts(work, machine)
     is_in_turns = is_shared(work, machine)
+    teachers = tuple(teacher_servers(work, machine) or ())
     for ranks in _learner_ranks(work, machine):
         servers = _count_places(work, machine, ranks, server_memories)
         if not servers and demands.serve is not None:
@@ -84,6 +94,7 @@ def find_candidates(work: Workload, machine: Machine) -> Iterator[Plan]:
                     rewards=work.reward_gpus,
                     reward_memory=rewards,
                     times=StepTimes(train_s, 0.0),
+                    teachers=teachers,
                 )
             for server, number in servers.items():
                 assert demands.serve is not None
@@ -105,6 +116,7 @@ def find_candidates(work: Workload, machine: Machine) -> Iterator[Plan]:
                     reward_memory=rewards,
                     times=StepTimes(train_s, generate_s, is_in_turns),
                     shared=is_in_turns,
+                    teachers=teachers,
                 )
 
 
@@ -125,9 +137,22 @@ def is_shared(work: Workload, machine: Machine) -> bool:
 
 
 def most_ranks(work: Workload, machine: Machine) -> int:
-    """Return how many GPUs a learner may have, so that a server and reward models have theirs."""
+    """Return how many GPUs a learner may have, so that servers and reward models have theirs."""
     has_servers = work.demands.serve is not None and not is_shared(work, machine)
-    return machine.gpus - work.reward_gpus - has_servers
+    return last_server_gpu(work, machine) - has_servers
+
+
+def teacher_servers(work: Workload, machine: Machine) -> list[TeacherServer] | None:
+    """Return a server of each teacher, None if they do not fit."""
+    return place_teachers(work.teachers, machine, machine.gpus - work.reward_gpus)
+
+
+def last_server_gpu(work: Workload, machine: Machine) -> int:
+    """Return the GPU from which on teachers and reward models have theirs; 0 if none fit."""
+    servers = teacher_servers(work, machine)
+    if servers is None:
+        return 0
+    return min((server.first for server in servers), default=machine.gpus - work.reward_gpus)
 
 
 def serving_layouts(work: Workload, machine: Machine) -> dict[ServerLayout, ServerMemory]:
@@ -152,6 +177,6 @@ def _count_places(
 ) -> dict[ServerLayout, int]:
     """Return how many servers have room next to a learner, by layout, if there is room for one."""
     first = 0 if is_shared(work, machine) else ranks
-    last = machine.gpus - work.reward_gpus
+    last = last_server_gpu(work, machine)
     numbers = {layout: count_servers(machine, first, last, layout.tensor) for layout in layouts}
     return {layout: number for layout, number in numbers.items() if number}

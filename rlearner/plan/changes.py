@@ -36,18 +36,22 @@ def changed_keys(plan: Plan, demands: Demands) -> dict[str, Any]:
             keys["rollout.engine_args.kv_cache_gib"] = max(limit, math.ceil(10 * cache / GIB) / 10)
         else:
             keys["rollout.engine_args.tensor_parallel"] = plan.server.tensor
+    for teacher in plan.teachers:
+        keys |= teacher.keys()
     return {key: value for key, value in keys.items() if demands.current.get(key) != value}
 
 
 def gpus_of(plan: Plan, machine: Machine) -> dict[str, str]:
-    """Return the GPUs of learner, servers and reward models, counted over all hosts."""
+    """Return the GPUs of learner, servers and reward models, counted over all hosts.
+
+    The key of a teacher's server is ``teacher NAME``.
+    """
     first = 0 if plan.shared else plan.learner.ranks
-    last = machine.gpus - plan.rewards
     return {
         "learner": gpu_range(0, plan.learner.ranks),
-        "servers": gpu_range(first, last),
-        "rewards": gpu_range(last, machine.gpus),
-    }
+        "servers": gpu_range(first, plan.last_server_gpu(machine)),
+        "rewards": gpu_range(machine.gpus - plan.rewards, machine.gpus),
+    } | {server.role: gpu_range(server.first, server.last) for server in plan.teachers}
 
 
 def gpu_range(first: int, last: int) -> str:
@@ -70,15 +74,19 @@ def nest_keys(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gpus_on(plan: Plan, machine: Machine, host: int) -> dict[str, str]:
-    """Return the GPUs of each role on one host, by that host's numbers."""
+    """Return the GPUs of each role on one host, by that host's numbers.
+
+    The key of a teacher's server is ``teacher NAME``.
+    """
     last = machine.gpus - plan.rewards
     begin = host * machine.per_host
     end = (host + 1) * machine.per_host
     spans = {
         "learner": (0, plan.learner.ranks),
-        "rollout": (plan.learner.ranks, last),
+        "rollout": (plan.learner.ranks, plan.last_server_gpu(machine)),
         "rewardhub": (last, machine.gpus),
     }
+    spans |= {server.role: (server.first, server.last) for server in plan.teachers}
     return {
         role: gpu_range(max(first, begin) - begin, min(stop, end) - begin)
         for role, (first, stop) in spans.items()

@@ -134,7 +134,7 @@ def read_demands(config: UserSettings, settings: RunSettings, model: ModelFacts)
     environments = settings.envhub.n
     return Demands(
         train=facts,
-        serve=_read_serving(settings.rollout),
+        serve=read_serving(settings.rollout),
         step=step,
         fixed=fixed,
         current=current,
@@ -177,7 +177,8 @@ def _engine_args(rollout: RolloutSection) -> PluginArguments:
     )
 
 
-def _read_serving(rollout: RolloutSection) -> ServeFacts | None:
+def read_serving(rollout: RolloutSection) -> ServeFacts | None:
+    """Return what a section asks of its servers; None if they need no GPU."""
     engine = rollout.engine
     args = rollout.engine_args
     if engine in WEIGHTLESS:

@@ -56,6 +56,10 @@ def host_launches(plan: Plan, machine: Machine, host: int, environments: int) ->
         processes.append(Launch("rollout", ("--gpus", "cpu")))
     elif servers:
         processes.append(Launch("rollout", ("--gpus", servers, *turns), joins))
+    for server in plan.teachers:
+        if own := gpus[server.role]:
+            options = ("--gpus", own, "--policy", server.teacher.policy)
+            processes.append(Launch("rollout", options, joins))
     if gpus["rewardhub"]:
         processes.append(Launch("rewardhub", ("--gpus", gpus["rewardhub"]), joins))
     elif host == 0 and not plan.rewards:
@@ -69,5 +73,7 @@ def host_launches(plan: Plan, machine: Machine, host: int, environments: int) ->
 def joining_roles(plan: Plan, machine: Machine, host: int | None = None) -> list[str]:
     """Return the roles that need join tokens on a host, by default on any host."""
     hosts = range(1, machine.hosts) if host is None else [host] * (host > 0)
-    gpus_by_host = [gpus_on(plan, machine, number) for number in hosts]
-    return [role for role in JOINING if any(gpus[role] for gpus in gpus_by_host)]
+    launches = [
+        launch for number in hosts for launch in host_launches(plan, machine, number, 0)
+    ]
+    return [role for role in JOINING if any(launch.role == role for launch in launches)]

@@ -10,7 +10,8 @@ from typing import Any, Final
 from rlearner.plan.candidates import Workload, most_ranks, serving_layouts
 from rlearner.plan.facts import GIB, Machine, Memory, Part
 from rlearner.plan.layouts import learner_layouts, rank_choices, server_layouts
-from rlearner.plan.serving_memory import server_memory, slot_bytes
+from rlearner.plan.serving_memory import ServerLayout, server_memory, slot_bytes
+from rlearner.plan.teachers import fit_teacher
 from rlearner.plan.training_memory import learner_memory
 
 _DIVIDED: Final = (
@@ -42,7 +43,12 @@ def find_misfit(work: Workload, machine: Machine) -> Misfit:
         available = machine.available
         lack = f"{_format_lack(need, available)}{_largest_part(work.rewards)}"
         return Misfit(f"the reward models on one GPU need {lack}", memory=True)
-    for problem in (_server_misfit(work, machine), _too_few(work, machine, size)):
+    problems = (
+        _server_misfit(work, machine),
+        _teacher_misfit(work, machine),
+        _too_few(work, machine, size),
+    )
+    for problem in problems:
         if problem is not None:
             return problem
     choices = rank_choices(work.demands, machine, most_ranks(work, machine))
@@ -75,9 +81,11 @@ def _too_few(work: Workload, machine: Machine, size: str) -> Misfit | None:
     ranks = int(fixed.get("train.ranks", _least_ranks(fixed)))
     server = min((layout.tensor for layout in serving_layouts(work, machine)), default=0)
     # On a single GPU learner and server take turns.
-    if machine.gpus == 1 == ranks and not work.reward_gpus:
+    if machine.gpus == 1 == ranks and not work.reward_gpus and not work.teachers:
         return None
-    needed = ranks + server + work.reward_gpus
+    fits = [(teacher.policy, fit_teacher(teacher, machine)) for teacher in work.teachers]
+    teachers = {policy: fit[0] for policy, fit in fits if fit is not None}
+    needed = ranks + server + sum(teachers.values()) + work.reward_gpus
     if machine.gpus >= needed:
         return None
     least = "" if "train.ranks" in fixed else "at least "
@@ -85,6 +93,7 @@ def _too_few(work: Workload, machine: Machine, size: str) -> Misfit | None:
     if settings:
         parts[0] += f" ({settings})"
     parts += [f"a server {_count_gpus(server)} of its own"] * (server > 0)
+    parts += [f"teacher {policy} {_count_gpus(gpus)}" for policy, gpus in teachers.items()]
     parts += ["the reward models 1 GPU"] * work.reward_gpus
     return Misfit(f"{size}: {', and '.join(parts)}", memory=server > 1, gpus=needed)
 
@@ -126,6 +135,19 @@ def _server_misfit(work: Workload, machine: Machine) -> Misfit | None:
     return Misfit(
         f"{name} needs {_format_lack(need, limit)}, for one slot{_largest_part(whole)}", memory=True
     )
+
+
+def _teacher_misfit(work: Workload, machine: Machine) -> Misfit | None:
+    """Return what is wrong with the first teacher that no server has room for."""
+    for teacher in work.teachers:
+        if fit_teacher(teacher, machine) is not None:
+            continue
+        tensor = teacher.sizes[0]
+        memory = server_memory(teacher.model, teacher.serve, ServerLayout(tensor), machine).memory
+        name = f"a server of teacher {teacher.policy} on {_count_gpus(tensor)}"
+        lack = _format_lack(memory.total(), machine.available)
+        return Misfit(f"{name} needs {lack}{_largest_part(memory)}", memory=True)
+    return None
 
 
 def _count_gpus(number: int) -> str:

@@ -7,11 +7,15 @@ from typing import Final
 
 from broker.settings.run_settings import RunSettings
 from broker.settings.runspec import check_settings, load
+from learner.config import LoraSection
 from rlearner.plan.candidates import Workload
-from rlearner.plan.demands import read_demands
+from rlearner.plan.demands import read_demands, read_serving
 from rlearner.plan.facts import Memory, ModelFacts
 from rlearner.plan.model_reader import read_model, reward_parts
+from rlearner.plan.teachers import TeacherFacts
+from rlearner_text.config import ModelSection
 from rlearner_text.model_checks import check_trained_model
+from rollout.checks import teacher_section
 
 # The checks of a run that depend neither on the plan's choices nor on files of the hosts.
 CHECKS: Final = (
@@ -62,11 +66,30 @@ class WorkloadReader:
         model = self._model(settings)
         demands = read_demands(config, settings, model)
         parts = tuple(reward_parts(path, dtype) for path, dtype in demands.rewards)
-        return Workload(model, demands, Memory(parts, "scoring") if parts else None)
+        rewards = Memory(parts, "scoring") if parts else None
+        return Workload(model, demands, rewards, self._teachers(settings))
+
+    def _teachers(self, settings: RunSettings) -> tuple[TeacherFacts, ...]:
+        """Return the teachers that need GPUs, once for each policy that serves one."""
+        teachers: dict[str, TeacherFacts] = {}
+        for name, teacher in settings.teachers.items():
+            if teacher.model_path is None:
+                continue
+            section = teacher_section(settings, name)
+            serve = read_serving(section)
+            if serve is None:
+                continue
+            own = {"path": teacher.model_path, "dtype": teacher.dtype or settings.model.dtype}
+            model = self._model_of(settings.model.model_copy(update=own), None)
+            policy = teacher.policy or name
+            arguments = section.engine_args
+            teachers[policy] = TeacherFacts(name, policy, model, serve, engine_args=arguments)
+        return tuple(teachers.values())
 
     def _model(self, settings: RunSettings) -> ModelFacts:
-        model = settings.model
-        lora = settings.train.lora
+        return self._model_of(settings.model, settings.train.lora)
+
+    def _model_of(self, model: ModelSection, lora: LoraSection | None) -> ModelFacts:
         key = f"{model!r} {lora!r}"
         if key not in self._models:
             self._models[key] = read_model(model, lora)

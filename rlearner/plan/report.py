@@ -46,6 +46,9 @@ def _plan_table(number: int, plan: Plan, demands: Demands, machine: Machine) -> 
             title += f", tensor parallel {plan.server.tensor}"
         title += f": {memory.running} of {memory.slots} slots at once"
         lines += _memory_rows(title, gpus["servers"], memory.memory)
+    for teacher in plan.teachers:
+        title = f"{teacher.role}: {teacher.teacher.serve.engine}"
+        lines += _memory_rows(title, gpus[teacher.role], teacher.memory.memory)
     if plan.reward_memory is not None:
         lines += _memory_rows("reward models", gpus["rewards"], plan.reward_memory)
     if keys := changed_keys(plan, demands):
@@ -87,6 +90,8 @@ def _plan_to_json(plan: Plan, demands: Demands, machine: Machine) -> dict[str, A
         servers |= {"slots": plan.server_memory.slots, "running": plan.server_memory.running}
     if plan.reward_memory is not None:
         memory["rewards"] = _memory_to_json(plan.reward_memory)
+    for teacher in plan.teachers:
+        memory[teacher.role] = _memory_to_json(teacher.memory.memory)
     return {
         "step_s": plan.times.step_s,
         "train_s": plan.times.train_s,

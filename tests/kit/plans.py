@@ -10,6 +10,7 @@ from rlearner.plan.candidates import Plan, Workload
 from rlearner.plan.demands import Demands, read_demands
 from rlearner.plan.facts import GIB, ActivationFacts, Machine, Memory, ModelFacts
 from rlearner.plan.plans import make_plans
+from rlearner.plan.teachers import TeacherFacts
 
 # eight billion parameters in 36 blocks
 MODEL = ModelFacts(
@@ -36,17 +37,24 @@ def demands(*overrides: str, model: ModelFacts = MODEL) -> Demands:
     return read_demands(given, check_settings(given, checks=()), model)
 
 
-def workload(*overrides: str, rewards: Memory | None = None) -> Workload:
+def workload(
+    *overrides: str, rewards: Memory | None = None, teachers: tuple[TeacherFacts, ...] = ()
+) -> Workload:
     dtype = next(
         (one.partition("=")[2] for one in reversed(overrides) if one.startswith("model.dtype=")),
         "bfloat16",
     )
     model = replace(MODEL, itemsize=4 if dtype == "float32" else 2)
-    return Workload(model, demands(*overrides, model=model), rewards)
+    return Workload(model, demands(*overrides, model=model), rewards, teachers)
 
 
-def plans(machine: Machine = H100, *overrides: str, rewards: Memory | None = None) -> list[Plan]:
+def plans(
+    machine: Machine = H100,
+    *overrides: str,
+    rewards: Memory | None = None,
+    teachers: tuple[TeacherFacts, ...] = (),
+) -> list[Plan]:
     def reread(more: Sequence[str]) -> Workload:
-        return workload(*overrides, *more, rewards=rewards)
+        return workload(*overrides, *more, rewards=rewards, teachers=teachers)
 
-    return make_plans(workload(*overrides, rewards=rewards), machine, 20, reread)
+    return make_plans(reread(()), machine, 20, reread)

@@ -13,8 +13,9 @@ class WarmStartSection(Section):
     """Supervised steps before the first version, for models built by this project."""
 
     steps: NonNegativeInt = 0  # 0: none
-    domain: str = ""  # whose demonstrations; empty: the only trained domain
-    episodes: PositiveInt = 512  # demonstrations written by ``envhub demos``
+    # whose demonstrations; "*": those of every trained domain; empty: of the only one
+    domain: str = ""
+    episodes: PositiveInt = 512  # demonstrations of each, written by ``envhub demos``
     noise: Annotated[float, Field(ge=0, le=1)] = 0.5  # share of random moves in them
     data: str | None = None  # a JSONL of conversations instead of demonstrations
     # conversations per step

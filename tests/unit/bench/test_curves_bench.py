@@ -74,3 +74,22 @@ def test_the_table_stands_between_its_marks(tmp_path: Path) -> None:
     assert (lines[0], lines[-1]) == ("before", "after")
     assert "| a title | 0.250 | 0.000 | 1.000 (0.206-1.000) | 1.3 |" in lines
     assert "old" not in lines
+
+
+def test_published_results_make_the_table_without_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results = tmp_path / "results"
+    results.mkdir()
+    row = make_row("lakes", "frozen lakes", [[False]], [[True]], 0.0) | {"minutes": 2.0}
+    stored = {"overrides": ["eval.at_start=true"], "rows": [row]}
+    (results / "lakes.json").write_text(json.dumps(stored))
+    page = tmp_path / "learning.md"
+    page.write_text(f"{curves_report.BEGIN}\n{curves_report.END}\n")
+    words = ["--only", "lakes", "--report", "--docs", str(tmp_path), "--out", str(tmp_path / "out")]
+    assert curves.main([*words, "--results", str(results)]) == 0
+    assert json.loads(capsys.readouterr().out)["not_above"] == []
+    assert "| frozen lakes | 0.000 |" in page.read_text()
+    # A result of other settings is none.
+    (results / "lakes.json").write_text(json.dumps(stored | {"overrides": []}))
+    assert curves.main([*words, "--results", str(results)]) == 2

@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from bench.distill import SUCCESS, Evaluated, compare, read_evaluations, samples_until
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import distill
+from bench.distill import (
+    STATES,
+    SUCCESS,
+    Evaluated,
+    RunCache,
+    compare,
+    read_evaluations,
+    samples_until,
+)
 from learner.reporting.metrics import label_name
 
 
@@ -41,3 +55,32 @@ def test_an_evaluation_counts_the_episodes_before_it() -> None:
     # It began after step 4 and stands in the line of step 5.
     rows = [{"step": 5, SUCCESS: 0.5, label_name(SUCCESS): 4}, {"step": 6}]
     assert read_evaluations(rows, 64) == [Evaluated(256, 0.5)]
+
+
+def test_a_finished_run_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+
+    def run_up(arguments: list[str], kills: int) -> None:
+        commands.append(arguments)
+        name = next(word.partition("=")[2] for word in arguments if word.startswith("run.name="))
+        folder = tmp_path / "runs" / name
+        folder.mkdir(parents=True, exist_ok=True)
+        row = {f"ticket/{state}": 0 for state in STATES} | {"step": 9, SUCCESS: 0.25}
+        (folder / "metrics.jsonl").write_text(
+            json.dumps(row | {"ticket/issued": 8, "ticket/trained": 8, label_name(SUCCESS): 8})
+        )
+
+    monkeypatch.setattr(distill, "run_up", run_up)
+    monkeypatch.setattr(distill, "episodes_of", lambda folder: 64)
+    results = tmp_path / "results"
+    results.mkdir()
+    cache = RunCache(tmp_path / "runs", results)
+    first = cache.run("student", "x.yaml", ["train.lr=1"], teacher="there")
+    assert first.evaluations == [Evaluated(512, 0.25)]
+    assert (first.tickets["issued"], first.tickets["open"]) == (8, 0)
+    assert "teachers.big.model_path=there" in commands[0]
+    # Where the teacher is does not matter, what is trained does.
+    assert RunCache(tmp_path / "runs", results).run("student", "x.yaml", ["train.lr=1"]) == first
+    assert len(commands) == 1
+    cache.run("student", "x.yaml", ["train.lr=2"])
+    assert len(commands) == 2

@@ -4,18 +4,22 @@ training seed shows.
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 import numpy as np
 import pytest
 
 from broker.errors import ConfigError
-from envhub.envs.base import StepResult
+from envhub.envs.base import Observation, StepResult
 from envhub.envs.text.arithmetic import Arithmetic, ArithmeticArgs, last_number
 from envhub.envs.text.constraints import DEMANDS, ConstraintTasks, ConstraintTasksArgs
 from envhub.envs.text.generated import GeneratedEnvironment, GeneratedTask, is_held_out
 from envhub.envs.text.instructions import FORMS, Instructions, InstructionsArgs, InstructionTask
+from envhub.envs.text.programs import ProgramArgs, ProgramTasks, apply_steps, write_program
 from envhub.envs.text.word_problems import WordProblems, WordProblemsArgs
+from rewardhub.rewards.code import last_block
 from rewardhub.rewards.constraints.rows import read_instructions
 
 KINDS: list[tuple[type[GeneratedEnvironment], object]] = [
@@ -23,6 +27,7 @@ KINDS: list[tuple[type[GeneratedEnvironment], object]] = [
     (WordProblems, WordProblemsArgs()),
     (Instructions, InstructionsArgs()),
     (ConstraintTasks, ConstraintTasksArgs()),
+    (ProgramTasks, ProgramArgs(operations=3)),
 ]
 
 
@@ -169,6 +174,36 @@ def test_arguments_that_leave_one_side_empty_are_refused(held_out: bool, problem
 
     with pytest.raises(ConfigError, match=f"more different tasks: {problem}"):
         OneTask.check(ArithmeticArgs())
+
+
+def test_a_program_and_its_tests_by_hand() -> None:
+    steps = (("add", 3), ("multiply by", 2), ("subtract", 5))
+    assert write_program(steps).splitlines() == [
+        "def f(x):", "    x = x + 3", "    x = x * 2", "    x = x - 5", "    return x",
+    ]  # fmt: skip
+    assert [apply_steps(steps, value) for value in (0, 1, -3)] == [1, 3, -5]
+
+
+def test_demonstrated_programs_pass_their_tests_unless_an_operation_is_random() -> None:
+    environment = ProgramTasks(ProgramArgs(operations=2))
+    rng = np.random.default_rng(0)
+    passed = []
+    for index in range(200):
+        environment.reset(index, "train", 0)
+        # 0.6 of the operations as they should be: 0.4 of the programs, with some luck
+        noise = 0.4 if index >= 100 else 0.0
+        reply = environment.demonstrate(rng, noise)
+        program = last_block(reply)
+        assert program is not None
+        names: dict[str, Any] = {}
+        exec(program, names)  # noqa: S102 - written by this test
+        tests = json.loads(environment.reference)
+        outputs = [names["f"](*arguments) for arguments in tests["inputs"]]
+        passed.append(outputs == tests["outputs"])
+        assert environment.step(reply) == StepResult(Observation(""), 0.0, done=True)
+    assert all(passed[:100])
+    assert 25 < sum(passed[100:]) < 55
+    assert not environment.step("x = x + 3").valid
 
 
 def test_references_of_constraint_tasks_follow_their_rows() -> None:

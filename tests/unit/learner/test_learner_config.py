@@ -146,7 +146,7 @@ def merged(**sections: Any) -> dict[str, Any]:
         (
             {"domains": {"a": LAKE, "b": LAKE}, "warm_start": {"steps": 5}},
             "warm_start.domain",
-            "one of a, b",
+            "one of a, b, or * for all that are trained",
         ),
         ({"eval": {"baseline": "actor"}}, "eval.baseline", "the policy being trained"),
         ({"checkpoint": {"keep": 1}}, "checkpoint.keep", "greater than or equal to 2"),

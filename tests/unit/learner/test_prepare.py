@@ -76,3 +76,27 @@ def test_a_warm_start_is_made_only_where_it_is_missing_and_needed(
         (tmp_path / "warm_start" / "config.json").write_text("{}")
     assert preparation.model_path() == str(tmp_path / expected)
     assert trained == [str(tmp_path / "model")] * (bool(steps) and makes and not is_made)
+
+
+def test_demonstrations_of_every_trained_domain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load("configs/several.yaml", ["domains.line.weight=0"])
+    preparation = ModelPreparation(RunSettings.of_config(config), tmp_path, lambda text: None)
+    commands: list[list[str]] = []
+
+    def write(command: list[str], output: object) -> int:
+        commands.append(command)
+        name = command[command.index("--domain") + 1]
+        Path(command[command.index("--out") + 1]).write_text(f"{name}\n")
+        return 0
+
+    monkeypatch.setattr(preparation, "_wait", write)
+    monkeypatch.setattr("learner.warm_start.base_model", lambda *_: "model")
+    trained: list[str] = []
+    monkeypatch.setattr(preparation, "_train", lambda path, data, out: trained.append(data))
+    preparation.model_path()
+    assert trained == [str(tmp_path / "demos.jsonl")]
+    # All that are trained, so not the line, which is only evaluated.
+    assert (tmp_path / "demos.jsonl").read_text() == "programs\nlake\n"
+    assert len(commands) == 2
