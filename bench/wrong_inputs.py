@@ -206,7 +206,9 @@ def inputs() -> list[list[str]]:
         ["rlearner", command, *arguments]
         for command in operations
         for arguments in ([], ["none-such", *NOWHERE], ["x", "--nope"])
+        if arguments or command != "status"  # without a name, that of the newest run
     ]
+    found += [["rlearner", "status", "--dir", "gone"]]
     found += [
         ["rlearner", command, run]
         for command in ("audit", "status")
@@ -305,7 +307,10 @@ def attempt(command: list[str], folder: Path, number: int) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"did not end within {LIMIT_S:g} s"
-    lines = done.stderr.strip().splitlines()
+    # a loaded machine is told of while a child is waited for
+    lines = [
+        line for line in done.stderr.strip().splitlines() if not line.endswith("still waiting")
+    ]
     if done.returncode != 2:
         return f"exit code {done.returncode}: {' | '.join(lines[-2:])}"
     if "Traceback" in done.stderr + done.stdout:

@@ -76,8 +76,8 @@ def main(
     """Run a process's coroutine on uvloop and return the exit code; call it inside ``enter``.
 
     The code is what ``body`` returns, None for 0; 2 for a UserError, printed as one line ``error:
-    …``; 1 for any other error, with a traceback; 130 for a second signal. docs/operations.md has
-    the whole table.
+    …``; 1 for any other error, with a traceback; 130 for a second signal. ``EXIT_CODES``
+    has the whole table.
 
     Args:
         stopped_code: exit code if ``body`` raises Stopped: 0 for hubs and servers, 130 for commands

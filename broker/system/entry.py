@@ -6,12 +6,13 @@ import os
 import select
 import sys
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple
 
 from broker.errors import UserError
 from broker.system import logs
 from broker.system.private_files import private_umask
 
+EXIT_DONE: Final = 0
 EXIT_FAULT: Final = 1
 EXIT_USER_ERROR: Final = 2
 EXIT_STOPPED: Final = 130
@@ -19,8 +20,52 @@ EXIT_STOPPED: Final = 130
 EXIT_OUTPUT_CLOSED: Final = 141
 
 
+class ExitCode(NamedTuple):
+    """A code of the table in docs/commands.md.
+
+    Attributes:
+        meaning: why a process ends with it.
+        commands: which ones do.
+    """
+
+    code: int
+    meaning: str
+    commands: str
+
+
+EXIT_CODES: Final = (
+    ExitCode(
+        EXIT_DONE,
+        "all steps are done, or the command succeeded",
+        "all; also a hub, server or broker that was asked to stop",
+    ),
+    ExitCode(
+        EXIT_FAULT,
+        "an internal error (with a traceback), a broker that lost its store during work (one line), "
+        "or differences found",
+        "all; `doctor` if something is missing, `audit`, `replay`",
+    ),
+    ExitCode(
+        EXIT_USER_ERROR,
+        "the user must act: one line `error: …` on stderr says what is wrong and what is allowed",
+        "all",
+    ),
+    ExitCode(
+        EXIT_STOPPED,
+        "stopped by the user before the last step, or before the command finished",
+        "`rlearner start`, `up`, `eval`, `sft`, `dpo`, `distill`, `rm` and the operator's commands; "
+        "every process at a second signal",
+    ),
+    ExitCode(
+        EXIT_OUTPUT_CLOSED,
+        "the reader of the output has gone, as in `rlearner status RUN | head -1`",
+        "all",
+    ),
+)
+
+
 def enter(command: Callable[[], int]) -> int:
-    """Run a command and return its exit code; docs/operations.md has the table.
+    """Run a command and return its exit code; ``EXIT_CODES`` has the table.
 
     What the command and its children create is private to this user.
 

@@ -7,7 +7,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from fastapi import FastAPI, Request
-from nicegui import ui
+from nicegui import Client, ui
+from nicegui import app as nicegui_app
+from nicegui.page import page as page_of
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.staticfiles import StaticFiles
 
 from broker.errors import UserError
@@ -27,6 +31,7 @@ WEB: Final = Path(__file__).parent / "web"
 BUILD_S: Final = 20.0
 # For which a page without a connection is kept.
 RECONNECT_S: Final = 5.0
+SHOWN_PATH: Final = 120  # characters
 QUERY: Final = (
     "text",
     "domain",
@@ -101,6 +106,13 @@ def register(state: ConsoleState) -> None:
         )
 
 
+async def _answer_missing(request: Request, error: HTTPException) -> Response:
+    """Answer a request for an address without a page by a page that says so."""
+    with Client(page_of("", title="rlearner"), request=request) as client:
+        trouble(f"no page {request.url.path[:SHOWN_PATH]!r} in this console", 404)
+    return client.build_response(request, 404)
+
+
 def _register_page(state: ConsoleState, path: str, content: Content) -> None:
     @ui.page(f"/run/{{name}}{path}", title="rlearner", response_timeout=BUILD_S)
     async def page(name: str, request: Request) -> None:
@@ -122,6 +134,7 @@ def make_app(state: ConsoleState) -> Any:
     outer = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     outer.mount("/assets", StaticFiles(directory=WEB))
     ui.add_head_html(HEAD, shared=True)
+    nicegui_app.add_exception_handler(404, _answer_missing)  # type: ignore[arg-type]
     register(state)
     # files are compressed by the server, if at all; without Tailwind, whose compiler would run in
     # the browser

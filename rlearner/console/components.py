@@ -13,8 +13,10 @@ class Chart(Element, component="web/chart.js"):
 
     Args:
         series: ``{name, x, y}`` each, and optionally ``color``, ``low`` and ``high`` (a band),
-            ``dots``.
+            ``dots``, ``means`` (of the steps that each point stands for) and ``times`` (seconds
+            of its run at each point, if several runs are on the chart).
         events: ``{step, kind, text}`` each.
+        more: ``arranged``: it may be moved and hidden among the other ones.
     """
 
     def __init__(
@@ -26,6 +28,22 @@ class Chart(Element, component="web/chart.js"):
     def tell_all(self, kind: str, marks: Any) -> None:
         """Give every chart of the page all ``marks``, in one message."""
         self.run_method("tell", kind, marks)
+
+
+class ChartControls(Element, component="web/controls.js"):
+    """Smoothing, axis and hidden charts of a page; see ``controls.js``.
+
+    Args:
+        clock: ``{x, y}``: steps, and when their lines were written.
+        kept: how the charts were shown last, for a browser that was not here before.
+        arranged: whether the page's charts may be moved and hidden.
+    """
+
+    def __init__(
+        self, clock: dict[str, list[float]], kept: dict[str, Any] | None, *, arranged: bool
+    ) -> None:
+        super().__init__()
+        self._props |= {"clock": clock, "kept": kept, "arranged": arranged}
 
 
 class Grid(Element, component="web/grid.js"):

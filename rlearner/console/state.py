@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar, cast
 from broker.errors import UserError
 from broker.settings.run_settings import stored_value
 from learner.run_folder import RunPlace, find_run
+from rlearner.console.chart_view import ChartView
 from rlearner.console.index.follower import RunFollower
 from rlearner.console.index.runs import RunList
 from rlearner.console.live import LiveRun
@@ -147,6 +148,7 @@ class ConsoleState:
     def __post_init__(self) -> None:
         self._runs: dict[str, ConsoleRun] = {}
         self.list = RunList(self.root)
+        self.chart_view = ChartView()
 
     def run(self, name: str, *, keep: bool = False) -> ConsoleRun:
         """Return a run by the name of its folder, opening it if it is not open.

@@ -257,6 +257,22 @@ async def test_pages_of_an_evaluation_and_of_offline_training(console: kit.Conso
 
 
 @pytest.mark.asyncio(loop_scope="module")
+async def test_runs_of_two_kinds_are_compared_by_common_metrics(console: kit.Console) -> None:
+    text = await page(console, "/?compare=training,sft&metric=reward/mean")
+    (chart,) = kit.component(text, "chart")
+    assert chart["title"] == "perf/tokens_per_s"
+    assert [line["name"] for line in chart["series"]] == ["training", "sft"]
+    assert [line["times"] for line in chart["series"]] == [[0.0, 1.0, 2.0, 3.0]] * 2
+    said = "reward/mean is only in training; compared is what all of them have"
+    assert said in kit.texts(text)
+    options = [one["props"]["value"] for one in kit.elements(text) if one["tag"] == "option"]
+    assert options == ["perf/tokens_per_s"]
+    alone = await page(console, "/?compare=evaluation")
+    assert kit.component(alone, "chart") == []
+    assert "no metric that all of these runs have" in kit.texts(alone)
+
+
+@pytest.mark.asyncio(loop_scope="module")
 async def test_runs_are_listed_and_compared(console: kit.Console) -> None:
     grid, *_ = kit.component(await page(console, "/"), "grid")
     states = {row["name"]: (row["state"], row["steps"]) for row in grid["rows"]}
@@ -354,7 +370,8 @@ async def test_tokens_are_those_of_the_command(console: kit.Console) -> None:
         ("/run/hostile/group/99999", 200, "has no ticket 99999; its tickets are 1-"),
         ("/run/hostile/timeline?step=999", 200, "no step 999 in this run"),
         ("/run/hostile/dead-letters", 200, "no live data"),
-        ("/run/hostile/actions", 404, ""),
+        ("/run/hostile/actions", 404, "no page '/run/hostile/actions' in this console"),
+        ("/nothing/here", 404, "no page '/nothing/here' in this console"),
     ],
 )
 async def test_what_is_not_there_is_one_line(

@@ -52,6 +52,8 @@ class Series:
         times: when each step's line was written.
         values: as in metrics.jsonl.
         total: number of points before sampling.
+        means: of all values in the range of steps that each point is from; empty if all points are
+            there.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Series:
     times: list[float]
     values: list[float]
     total: int
+    means: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

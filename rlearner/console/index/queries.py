@@ -83,7 +83,7 @@ class RunQueries:
 
         Args:
             max_points: of each; with more, the lowest and the highest value of each of half as many
-                ranges of steps.
+                ranges of steps, and the mean of each range.
         """
         with self._asking():
             return series.series(self._connection(), names, max_points, first_step, last_step)

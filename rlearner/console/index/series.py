@@ -60,7 +60,7 @@ def series(
     times: dict[int, float] = {}
     series_by_name = {}
     for name in dict.fromkeys(names):
-        points, total = _read_points(connection, name, first_step, until, max_points)
+        points, means, total = _read_points(connection, name, first_step, until, max_points)
         if not points:
             continue
         if not times:
@@ -73,31 +73,34 @@ def series(
             [times.get(step, 0.0) for step in steps],
             [value for _, value in points],
             total,
+            means,
         )
     return series_by_name
 
 
 def _read_points(
     connection: sqlite3.Connection, name: str, first: int, last: int, most: int
-) -> tuple[list[tuple[int, float]], int]:
-    """Return at most ``most`` points, the extremes of half as many ranges of steps, and how many
-    there are in all.
+) -> tuple[list[tuple[int, float]], list[float], int]:
+    """Return at most ``most`` points, the extremes of half as many ranges of steps, the mean of the
+    range of each, and how many points there are in all. If all are returned, without means.
     """
     total, begin, end = connection.execute(
         f"SELECT count(*), min(step), max(step) {_OF}", (name, first, last)
     ).fetchone()
     if total <= max(2, most):
-        return _all_points(connection, name, first, last), total
+        return _all_points(connection, name, first, last), [], total
     width = -(-(end - begin + 1) // max(1, most // 2))
-    points = {
-        (step, value)
-        for extreme in ("min", "max")  # a column next to one of these is of the row that has it
-        for step, value in connection.execute(
-            f"SELECT step, {extreme}(value) {_OF} GROUP BY (step - ?) / ?",
+    # a column next to the only extreme of a query is of the row that has it
+    rows = {
+        (step, value): mean
+        for extreme in ("min", "max")
+        for step, value, mean in connection.execute(
+            f"SELECT step, {extreme}(value), avg(value) {_OF} GROUP BY (step - ?) / ?",
             (name, first, last, begin, width),
         )
     }
-    return sorted(points), total
+    points = sorted(rows)
+    return points, [rows[point] for point in points], total
 
 
 def _all_points(

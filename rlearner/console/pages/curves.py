@@ -14,6 +14,7 @@ from rlearner.console.index.answers import Series
 from rlearner.ops.run_kinds import RunKind
 
 SHARE: Final = {"low": 0, "high": 1}
+CLOCK: Final = "time"  # metric: when a step's line was written
 
 
 @dataclass(frozen=True)
@@ -189,7 +190,9 @@ class CurveBoard:
         with self._container:
             panel = tag("section", classes="panel")
             with panel:
-                self._charts[place] = Chart(curve.title, series, marks, **curve.bounds)
+                self._charts[place] = Chart(
+                    curve.title, series, marks, arranged=True, **curve.bounds
+                )
         if index < len(self._container.default_slot.children) - 1:
             panel.move(target_index=index)
 
@@ -197,13 +200,30 @@ class CurveBoard:
 def metric_series(names: tuple[str, ...], lines: Mapping[str, Series]) -> list[dict[str, Any]]:
     """Return curves as ``chart.js`` takes them."""
     return [
-        {"name": name, "x": line.steps, "y": round_values(line.values)}
-        if (line := lines.get(name))
+        {"name": name} | curve_points(lines[name])
+        if name in lines
         else {"name": name, "x": [], "y": []}
         for name in names
     ]
 
 
+def curve_points(line: Series) -> dict[str, Any]:
+    """Return a metric's points, with the means of their ranges if the curve is sampled."""
+    points = {"x": line.steps, "y": round_values(line.values)}
+    return points | ({"means": round_values(line.means)} if line.means else {})
+
+
+def clock_points(lines: Mapping[str, Series]) -> dict[str, list[float]]:
+    """Return steps and when their lines were written, from the metric ``time``."""
+    line = lines.get(CLOCK)
+    return {"x": list(line.steps), "y": round_times(line.values)} if line else {"x": [], "y": []}
+
+
 def round_values(values: list[float]) -> list[float]:
     """Return values with the digits that a chart can show."""
     return [float(f"{value:.6g}") for value in values]
+
+
+def round_times(times: list[float]) -> list[float]:
+    """Return times in tenths of a second."""
+    return [round(time, 1) for time in times]

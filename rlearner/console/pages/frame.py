@@ -54,6 +54,7 @@ SHORTCUTS: Final = (
 )
 HEAD: Final = (
     '<link rel="stylesheet" href="/assets/console.css"><script src="/assets/console.js"></script>'
+    '<script src="/assets/charts.js"></script>'
 )
 NO_INDEX: Final = (DatabaseUnavailableError, DatabaseDamagedError, sqlite3.Error)
 WAIT_FOR_INDEX_S: Final = 2.0

@@ -16,10 +16,18 @@ from broker.telemetry.names import find_metric
 from learner.run_folder import OFFLINE_LOCK
 from rlearner.advise.advice import advise
 from rlearner.advise.fit import NotFitted, SettingMissing, stored_settings
-from rlearner.console.components import Chart, Grid, Stats, tag
+from rlearner.console.components import Chart, ChartControls, Grid, Stats, tag
 from rlearner.console.index.answers import Event, Series
 from rlearner.console.live import BrokerView
-from rlearner.console.pages.curves import LAYOUTS, Curve, CurveBoard, round_values
+from rlearner.console.pages.curves import (
+    CLOCK,
+    LAYOUTS,
+    Curve,
+    CurveBoard,
+    clock_points,
+    round_times,
+    round_values,
+)
 from rlearner.console.pages.evaluation import evaluation_series, show_evaluation
 from rlearner.console.pages.frame import Page, ask, frame, index_banners
 from rlearner.console.state import ConsoleRun, ConsoleState
@@ -45,7 +53,7 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
     layout = LAYOUTS[run.kind]
     extra_metrics = [name for name in more.split(",") if name][:12]
     curves = (*(Curve(name, (name,)) for name in extra_metrics), *layout.curves)
-    every = layout.metrics | set(extra_metrics)
+    every = {CLOCK, *layout.metrics, *extra_metrics}
     read_last = partial(queries.last_values, (*layout.tiles, *OTHERS))
     question = run.remember(
         f"overview {sorted(every)}",
@@ -77,12 +85,14 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
             _suggest_metrics(suggestions, metrics)
             tag("button", "Show", "btn", type="submit")
         marks = _event_marks(events)
+        controls = _add_controls(state, clock_points(lines_by_name), curves)
         evaluation: Chart | None = None
         with tag("div", classes="grid") as container:
             if layout.has_evaluations:
                 with tag("section", classes="panel"):
                     title = f"{find_metric('eval/success_rate').heading}, with 95 % intervals"
-                    evaluation = Chart(title, evaluation_series(results), marks, low=0, high=1)
+                    series = evaluation_series(results)
+                    evaluation = Chart(title, series, marks, arranged=True, low=0, high=1)
         always = (*extra_metrics, *layout.always)
         board = CurveBoard(container, curves, always, lines=lines_by_name, marks=marks)
         if run.kind == "evaluation":
@@ -112,13 +122,18 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
         first = 0 if goes_back else newest + 1
         answer = await ask(lambda: (queries.series(sorted(every), POINTS, first), read_last()))
         fresh, last = answer or ({}, last)
-        if goes_back or not set(fresh) <= board.names:
+        if goes_back or not set(fresh) - {CLOCK} <= board.names:
             fresh = await ask(lambda: queries.series(sorted(every), POINTS)) or {}
+            if controls is not None:
+                controls.run_method("set_clock", clock_points(fresh))
             board.show(fresh, _event_marks(events))
             newest = _newest_step(fresh)
             fresh = {}
         newest = max(newest, _newest_step(fresh))
-        points = {name: [line.steps, round_values(line.values)] for name, line in fresh.items()}
+        points = {
+            name: [line.steps, (round_times if name == CLOCK else round_values)(line.values)]
+            for name, line in fresh.items()
+        }
         stats.change(_stat_tiles(run, last, run.live.view), points or None)
         refreshed_at = clock()
 
@@ -161,6 +176,17 @@ async def overview_page(state: ConsoleState, run: ConsoleRun, more: str) -> None
     page.until_gone(ui.timer(FIRST_LIMIT_S, page.soon(refresh_limit), once=True).cancel)
     page.until_gone(run.live.listen(page.soon(refresh_live)))
     page.until_gone(ui.timer(SLOWLY_S, page.soon(refresh_slowly)).cancel)
+
+
+def _add_controls(
+    state: ConsoleState, clock: dict[str, list[float]], curves: tuple[Curve, ...]
+) -> ChartControls | None:
+    """Show how the charts of these curves are shown; None without curves."""
+    if not curves:
+        return None
+    controls = ChartControls(clock, state.chart_view.read(), arranged=True)
+    controls.on("keep", lambda event: state.chart_view.write(event.args))
+    return controls
 
 
 def _format_subtitle(run: ConsoleRun) -> str:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
+from collections.abc import Collection
 from functools import partial
-from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlencode
 
@@ -15,15 +16,24 @@ from nicegui.events import GenericEventArguments
 
 from broker.errors import UserError
 from broker.telemetry.names import find_metric
-from rlearner.console.components import Chart, Grid, tag
+from rlearner.console.components import Chart, ChartControls, Grid, tag
 from rlearner.console.index.answers import RunRow, SettingDifference
 from rlearner.console.index.runs import setting_differences
+from rlearner.console.pages.curves import CLOCK, curve_points, round_times
 from rlearner.console.pages.frame import Page, ask, frame, link
-from rlearner.console.state import ConsoleState
+from rlearner.console.state import ConsoleRun, ConsoleState
 from rlearner.ops.listing import format_age
 
-METRIC: Final = "reward/mean"
-LOSS: Final = "train/loss"
+# What is compared, if all runs have it: the first of these.
+METRICS: Final = (
+    "reward/mean",
+    "train/loss",
+    "eval/success_rate",
+    "eval/loss",
+    "perf/tokens_per_s",
+)
+EVALUATED: Final = "eval/success_rate"
+NOT_COMPARED: Final = {CLOCK, "step"}
 MAX_COMPARED: Final = 8
 POINTS: Final = 800
 REFRESH_S: Final = 5.0
@@ -56,7 +66,6 @@ async def runs_page(state: ConsoleState, compare: str, metric: str) -> None:
     rows = await state.list.rows()
     names = {row.name for row in rows}
     compared = [name for name in compare.split(",") if name in names][:MAX_COMPARED]
-    metric = metric or _default_metric([row for row in rows if row.name in compared])
     with frame(state, "Runs"):
         with tag("div", classes="head"):
             tag("h1", "Runs")
@@ -99,13 +108,17 @@ async def runs_page(state: ConsoleState, compare: str, metric: str) -> None:
     page.until_gone(timer.cancel)
 
 
-def _default_metric(rows: list[RunRow]) -> str:
-    """Return the loss if all of these runs train from data, else the reward."""
-    return LOSS if rows and all(LOSS in row.last for row in rows) else METRIC
+def choose_metric(wanted: str, common: Collection[str]) -> str:
+    """Return the metric to compare: the wanted one if it is among the common ones, else the first
+    of ``METRICS`` that is; empty if there is none.
+    """
+    candidates = (wanted, *METRICS, *sorted(common))
+    return next((name for name in candidates if name in common), "")
 
 
 def _page_address(names: list[str], metric: str) -> str:
-    return "/?" + urlencode({"compare": ",".join(names), "metric": metric}) if names else "/"
+    query = {"compare": ",".join(names), "metric": metric}
+    return "/?" + urlencode({name: text for name, text in query.items() if text}) if names else "/"
 
 
 def _run_rows(rows: list[RunRow], compared: list[str]) -> list[dict[str, Any]]:
@@ -135,49 +148,78 @@ def _run_rows(rows: list[RunRow], compared: list[str]) -> list[dict[str, Any]]:
     ]
 
 
-async def _show_comparison(state: ConsoleState, names_compared: list[str], metric: str) -> None:
-    """Build the curves and the differences of several runs."""
-    series = []
-    names = set[str]()
-    folders = list[Path]()
-    for number, name in enumerate(names_compared):
-        try:
-            run = state.run(name)
-        except UserError:
-            continue
-        folders.append(run.folder)
+async def _show_comparison(state: ConsoleState, names_compared: list[str], wanted: str) -> None:
+    """Build the curves and the differences of several runs.
+
+    Args:
+        wanted: the metric that was asked for, empty for any.
+    """
+    runs = dict[str, ConsoleRun]()
+    for name in names_compared:
+        with contextlib.suppress(UserError):
+            runs[name] = state.run(name)
+    metrics = dict[str, set[str]]()
+    for name, run in runs.items():
         await run.settle()
-        series_by_name = await ask(partial(run.queries.series, [metric], POINTS)) or {}
-        names |= set(await ask(run.queries.metric_names) or [])
-        if (line := series_by_name.get(metric)) is not None:
-            series.append(
-                {"name": name, "x": line.steps, "y": line.values, "color": f"var(--c{number})"}
-            )
+        metrics[name] = set(await ask(run.queries.metric_names) or [])
+    common = set.intersection(*metrics.values()) - NOT_COMPARED if metrics else set()
+    metric = choose_metric(wanted, common)
+    series = [
+        {**line, "name": name, "color": f"var(--c{names_compared.index(name)})"}
+        for name, run in runs.items()
+        if (line := await _read_curve(run, metric))
+    ]
     with tag("div", classes="panel"):
-        with tag("form", classes="form", method="get", action="/"):
-            tag("input", type="hidden", name="compare", value=",".join(names_compared))
-            with tag("label", "metric", "wide"):
-                tag(
-                    "input",
-                    classes="in",
-                    name="metric",
-                    value=metric,
-                    list="metrics",
-                    data_search="",
-                )
-            with tag("datalist", id="metrics"):
-                for metric_name in sorted(names):
-                    tag("option", value=metric_name)
-            tag("button", "Show", "btn", type="submit")
-            tag("a", "compare none", "btn", href="/")
-        Chart(metric, series, [], height=280)
-        if len(series) < len(names_compared):
-            missing = [
-                name for name in names_compared if name not in {line["name"] for line in series}
-            ]
-            tag("p", f"without {metric}: {', '.join(missing)}", "dim")
+        _show_metric_form(names_compared, metric, common)
+        if wanted and wanted != metric:
+            owners = [name for name in runs if wanted in metrics[name]]
+            place = f"only in {', '.join(owners)}" if owners else "in none of these runs"
+            tag("p", f"{wanted} is {place}; compared is what all of them have", "dim")
+        if metric:
+            controls = ChartControls({"x": [], "y": []}, state.chart_view.read(), arranged=False)
+            controls.on("keep", lambda event: state.chart_view.write(event.args))
+            Chart(metric, series, [], height=280)
+        else:
+            tag("p", "no metric that all of these runs have", "dim")
+    folders = [run.folder for run in runs.values()]
     if len(folders) > 1:
-        _show_differences(names_compared, await asyncio.to_thread(setting_differences, folders))
+        differences = await asyncio.to_thread(setting_differences, folders)
+        _show_differences(names_compared, differences)
+
+
+async def _read_curve(run: ConsoleRun, metric: str) -> dict[str, Any]:
+    """Return a run's points of a metric, with intervals if it is evaluated; empty without any."""
+    lines = await ask(partial(run.queries.series, [metric, CLOCK], POINTS)) or {}
+    line = lines.get(metric)
+    if line is None:
+        return {}
+    clock = lines.get(CLOCK)
+    start = clock.values[0] if clock else line.times[0]
+    curve = curve_points(line) | {"times": round_times([time - start for time in line.times])}
+    if metric != EVALUATED:
+        return curve
+    results = await ask(run.queries.evaluations) or []
+    bands = {result.step: result for result in results if result.policy == "actor"}
+    if not all(step in bands for step in line.steps):
+        return curve
+    return curve | {
+        "low": [bands[step].low for step in line.steps],
+        "high": [bands[step].high for step in line.steps],
+        "dots": True,
+    }
+
+
+def _show_metric_form(compared: list[str], metric: str, metrics: Collection[str]) -> None:
+    with tag("form", classes="form", method="get", action="/"):
+        tag("input", type="hidden", name="compare", value=",".join(compared))
+        with tag("label", "metric", "wide"):
+            field = {"name": "metric", "value": metric, "list": "metrics"}
+            tag("input", classes="in", data_search="", **field)
+        with tag("datalist", id="metrics"):
+            for name in sorted(metrics):
+                tag("option", value=name)
+        tag("button", "Show", "btn", type="submit")
+        tag("a", "compare none", "btn", href="/")
 
 
 def _show_differences(compared: list[str], differences: list[SettingDifference]) -> None:

@@ -45,6 +45,7 @@ COLUMNS: Final[list[dict[str, Any]]] = [
     {"key": "versions", "title": "versions", "n": True},
     {"key": "state", "title": "state"},
     {"key": "end", "title": "end"},
+    {"key": "prompt", "title": "prompt", "wrap": True},
     {"key": "preview", "title": "last response", "wrap": True},
 ]
 
@@ -131,7 +132,8 @@ def rows_of(run: ConsoleRun, page: TrajectoryPage) -> list[dict[str, Any]]:
             "end": row.end,
             "versions": "–".join(dict.fromkeys((str(row.oldest), str(row.newest)))),
             "versions_sort": row.newest,
-            "preview": row.preview or row.prompt,
+            "prompt": row.prompt,
+            "preview": row.preview,
         }
         for row in page.rows
     ]

@@ -1,7 +1,7 @@
 // A table whose cells are text: nothing in a run can become markup. Rows are replaced by key, only if they changed.
 export default {
   template: `
-    <div class="tablewrap">
+    <div class="tablebox" :class="{more}"><div class="tablewrap" ref="wrap" :tabindex="scrolls ? 0 : null" :role="scrolls ? 'region' : null" :aria-label="scrolls ? label + ', scrolls sideways' : null" @scroll.passive="measure">
       <table class="t" :aria-label="label">
         <thead><tr><th v-for="c in columns" :key="c.key" :class="{n: c.n}" :aria-sort="sorted(c)" scope="col">
           <button v-if="c.sort !== false && c.title" @click="by(c)">{{ c.title }}{{ mark(c) }}</button><template v-else>{{ c.title }}</template></th></tr></thead>
@@ -15,15 +15,18 @@ export default {
           </td></tr></tbody>
       </table>
       <div v-if="!visible.length" class="empty">{{ needle ? 'nothing matches' : empty }}</div>
-    </div>`,
+    </div><div v-if="more" class="cue" aria-hidden="true">scroll ›</div></div>`,
   props: { columns: Array, rows: Array, label: String, empty: { type: String, default: "none" }, filterable: Boolean },
-  data() { return { own: this.rows || [], order: null, down: false, needle: "" }; },
+  data() { return { own: this.rows || [], order: null, down: false, needle: "", scrolls: false, more: false }; },
   mounted() {
+    this.watcher = new ResizeObserver(() => this.measure());
+    this.watcher.observe(this.$refs.wrap);
+    this.watcher.observe(this.$refs.wrap.firstElementChild);
     if (!this.filterable) return;
     this.listen = (e) => { this.needle = e.detail.toLowerCase(); };
     window.addEventListener("grid-filter", this.listen);
   },
-  unmounted() { if (this.listen) window.removeEventListener("grid-filter", this.listen); },
+  unmounted() { this.watcher.disconnect(); if (this.listen) window.removeEventListener("grid-filter", this.listen); },
   computed: {
     visible() {
       let rows = this.own;
@@ -35,6 +38,11 @@ export default {
     },
   },
   methods: {
+    measure() { // whether columns are out of sight, and whether more are to the right
+      const { scrollWidth, clientWidth, scrollLeft } = this.$refs.wrap;
+      this.scrolls = scrollWidth > clientWidth + 1;
+      this.more = scrollLeft + clientWidth < scrollWidth - 1;
+    },
     text(row, c) { const v = row[c.key]; return v === null || v === undefined ? "–" : typeof v === "number" ? rlearner.number(v) : v; },
     tone(row, c) { return c.kind === "pill" ? "" : row[c.key + "_tone"] || ""; },
     by(c) { if (this.order === c.key) this.down = !this.down; else { this.order = c.key; this.down = !!c.n; } },

@@ -65,6 +65,23 @@ async def test_series_are_the_values_of_metrics_jsonl(run: Path) -> None:
     assert queries.last_values(["ticket/trained"]) == {"ticket/trained": rows[-1]["ticket/trained"]}
 
 
+async def test_sampled_curves_have_the_mean_of_each_range(run: Path) -> None:
+    path = run / "metrics.jsonl"
+    rows = read_lines(path)
+    last = rows[-1]["step"]
+    values = {last + k: [0.0, 1.0, 8.0][k % 3] for k in range(3, 303)}
+    more = [{"step": step, "time": float(step), "made/up": value} for step, value in values.items()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, *more]))
+    queries = built(run)
+    whole = queries.series(["made/up"])["made/up"]
+    assert (whole.total, whole.means) == (300, [])
+    curve = queries.series(["made/up"], max_points=20)["made/up"]
+    assert curve.total == 300
+    assert len(curve.steps) == len(curve.means) == 20
+    assert [values[step] for step in curve.steps] == curve.values
+    assert curve.means == pytest.approx([3.0] * 20)  # where extremes alone would have 4
+
+
 async def test_evaluations_are_drawn_at_their_own_step(run: Path) -> None:
     path = run / "metrics.jsonl"
     rows = read_lines(path)

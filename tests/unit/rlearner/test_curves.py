@@ -15,8 +15,15 @@ from nicegui.page import page
 
 from rlearner.console.components import tag
 from rlearner.console.index.answers import EvaluationResult, Series
-from rlearner.console.pages.curves import LAYOUTS, CurveBoard
+from rlearner.console.pages.curves import (
+    LAYOUTS,
+    CurveBoard,
+    clock_points,
+    curve_points,
+    metric_series,
+)
 from rlearner.console.pages.evaluation import evaluation_series, result_table
+from rlearner.console.pages.runs import choose_metric
 
 
 @contextmanager
@@ -63,6 +70,32 @@ async def test_lines_appear_on_a_chart_that_is_there() -> None:
         assert board.names == {"reward/mean", "env/success_rate"}
         board.show(lines_of(["reward/mean", "reward/max"]), [])
     assert board.names == {"reward/mean", "reward/max", "env/success_rate"}
+
+
+def test_points_of_curves_and_of_the_clock() -> None:
+    whole = Series("a", [1, 2], [5.0, 6.0], [0.123456789, 1.0], 2)
+    assert curve_points(whole) == {"x": [1, 2], "y": [0.123457, 1.0]}
+    sampled = Series("a", [1, 90], [5.0, 6.0], [0.0, 1.0], 100, [0.25, 0.25])
+    assert curve_points(sampled) == {"x": [1, 90], "y": [0.0, 1.0], "means": [0.25, 0.25]}
+    assert metric_series(("a", "b"), {"a": whole})[1] == {"name": "b", "x": [], "y": []}
+    times = Series("time", [1, 2], [0.0, 0.0], [1780000000.123, 1780000009.98], 2)
+    assert clock_points({"time": times}) == {"x": [1, 2], "y": [1780000000.1, 1780000010.0]}
+    assert clock_points({}) == {"x": [], "y": []}
+
+
+@pytest.mark.parametrize(
+    ("wanted", "common", "metric"),
+    [
+        ("", {"reward/mean", "train/loss"}, "reward/mean"),
+        ("actor/entropy", {"reward/mean", "actor/entropy"}, "actor/entropy"),
+        ("reward/mean", {"train/loss", "perf/tokens_per_s"}, "train/loss"),
+        ("train/loss", {"perf/tokens_per_s", "a"}, "perf/tokens_per_s"),
+        ("train/loss", {"b", "a"}, "a"),
+        ("train/loss", set(), ""),
+    ],
+)
+def test_compared_metric_is_one_of_all_runs(wanted: str, common: set[str], metric: str) -> None:
+    assert choose_metric(wanted, common) == metric
 
 
 def test_rates_of_an_evaluation_by_domain() -> None:
