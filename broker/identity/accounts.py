@@ -7,9 +7,15 @@ reply subject of whatever crosses, so that a reply reaches its requester's accou
 is nothing that the requester could not have sent itself.
 
 What a role hears (metrics, presence, news of last values) crosses as a service, too: a writer's
-account imports it from that of JetStream, which imports it from each account that hears it and so
-passes it on. A subject that goes one way between two accounts cannot go back, which would be a
-cycle: what a role hears of a stream is the subjects of the other roles.
+account imports it from that of JetStream, which imports it from the relay, an account without
+users, and the relay from each account that hears it. A subject that goes one way between two
+accounts cannot go back, which would be a cycle: what a role hears of a stream is the subjects of
+the other roles.
+
+The relay is there for the time that a server takes to read its configuration: it compares each
+import from an account with every import of that account, and most are from that of JetStream
+(nats-server 2.15.1, ``checkServiceImportsForCycles``). So that one imports a few patterns of any
+run, not 25 subjects of each, which took three fifths of a reload with 50 runs.
 
 Nothing is imported as a stream: a subscription to an imported stream that arrives while a server
 reads its configuration again ends that server (nats-server 2.15.1, ``addShadowSub``).
@@ -33,9 +39,10 @@ from broker.contract.permissions import (
     own_subjects,
     stored_requests,
 )
-from broker.contract.streams import REQUEST, ROLES, STREAMS, Stream
+from broker.contract.streams import KV, REQUEST, ROLES, STREAMS, Stream
 
 ACCOUNT: Final = "RLEARNER"
+RELAY: Final = f"{ACCOUNT}_RELAY"  # no role has this name
 # an account without JetStream answers requests to its API itself, so they are renamed
 MAPPED_API: Final = "RLJS"
 
@@ -117,7 +124,8 @@ def unmap_subject(subject: str) -> str:
 
 
 def accounts_of(users: Iterable[tuple[str, str]]) -> list[Account]:
-    """Return the accounts for users of these roles and runs, that of JetStream first.
+    """Return the accounts for users of these roles and runs: that of JetStream, the relay, and
+    those of the runs.
 
     The joining roles of a run get theirs together, so that a server meets new accounts once.
     """
@@ -125,18 +133,16 @@ def accounts_of(users: Iterable[tuple[str, str]]) -> list[Account]:
     for role, run in users:
         if role != OPERATOR:
             roles.setdefault(run, set(JOINING)).update({role} & {OBSERVER})
-    accounts = {ACCOUNT: Account(ACCOUNT)}
+    accounts = {name: Account(name) for name in (ACCOUNT, *([RELAY] if roles else []))}
     for run, joining in sorted(roles.items()):
         accounts |= {
             name: Account(name) for name in (account_of(role, run) for role in sorted(joining))
         }
         for importer, imported, is_request in _list_crossings(run, sorted(joining)):
             accounts[importer].imports[imported] = None
-            subject = (
-                _of_any_run(imported.subject, run)
-                if imported.exporter == ACCOUNT
-                else imported.subject
-            )
+            subject = imported.subject
+            if imported.exporter == ACCOUNT:
+                subject = _of_any_run(subject, run)
             accounts[imported.exporter].exports[Export(subject, is_request)] = None
     for account in accounts.values():
         account.exports = {
@@ -169,7 +175,8 @@ def _list_crossings(run: str, joining: Collection[str]) -> Iterator[tuple[str, I
                 sending = account_of(writer, run)
                 hearing = account_of(reader, run)
                 if sending != hearing and _may_write(stream, writer) and stream.reads(reader):
-                    yield sending, Import(hearing, own_subjects(stream, reader, run)), True
+                    imported = Import(hearing, own_subjects(stream, reader, run))
+                    yield from _pass_on(stream, sending, imported, run)
         else:
             yield from _list_news(stream, joining, run)
     if OBSERVER in joining:
@@ -201,7 +208,23 @@ def _list_news(
         for writer in ROLES:
             subject = own_subjects(stream, writer, run)
             if _may_write(stream, writer) and subject != own:
-                yield ACCOUNT, Import(account, subject), False
+                yield from _pass_on(stream, ACCOUNT, Import(account, subject), run)
+
+
+def _pass_on(
+    stream: Stream, sending: str, imported: Import, run: str
+) -> Iterator[tuple[str, Import, bool]]:
+    """Yield the imports by which a subject reaches an account that hears it: from the account of
+    JetStream, through the relay.
+    """
+    is_request = stream.kind is REQUEST
+    if sending == ACCOUNT and imported.exporter != ACCOUNT:
+        subject = own_subjects(stream, "*", run)
+        # the name of a bucket has that of its run
+        pattern = subject if stream.kind is KV else _of_any_run(subject, run)
+        yield ACCOUNT, Import(RELAY, pattern), is_request
+        sending = RELAY
+    yield sending, imported, is_request
 
 
 def _may_write(stream: Stream, role: str) -> bool:

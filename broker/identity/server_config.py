@@ -22,6 +22,9 @@ from broker.identity.accounts import (
     map_subject,
 )
 
+# of each identity of a joining role: a fleet's processes share the key of their user or host, and
+# each connection may hold 64 MiB that its client does not read
+CONNECTIONS: Final = 1024
 REPLY_WITHIN: Final = '"10m"'  # the server forgets where the reply to a request goes
 LOGINS: Final = ("nkey", "password", "certificate")
 
@@ -95,6 +98,8 @@ def format_accounts(users: Iterable[ServerUser]) -> str:
             lines.append("    jetstream: enabled")
         else:
             lines.append(f'    mappings = {{ "{API}.>": "{MAPPED_API}.>" }}')
+            if num_users := len(members.get(account.name, ())):
+                lines.append(f"    limits {{ max_connections: {CONNECTIONS * num_users} }}")
         lines += _format_users(members.get(account.name, ()))
         lines += ["    exports = [", *map(_format_export, account.exports), "    ]"]
         lines += ["    imports = [", *map(_format_import, account.imports), "    ]", "  }"]

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import msgspec
 
 from broker.contract import wire
-from broker.runtime.spans import SpanRecorder
 from broker.system.fault import told, trace
 from envhub.envs.base import Environment, Observation, StepResult
 from envhub.episodes.conversation_log import ConversationLog

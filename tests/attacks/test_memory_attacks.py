@@ -1,16 +1,21 @@
 """One token cannot fill the broker's memory: what it may store there is bounded in size, in number
-and altogether.
+and altogether, and so are its connections.
 """
 
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 from pathlib import Path
 
+import nats
 import pytest
 from broker_strangers import Stranger, stranger
 
+from broker.contract.permissions import JOINING
 from broker.contract.streams import ATTEMPTS, DEVICES, MEMBERS, STREAMS, Stream
+from broker.identity import server_config, tokens
+from broker.identity.login import keys_of
 from broker.jetstream.bus import Bus
 from broker.server import private_server
 from broker.server.private_server import BrokerServer
@@ -62,3 +67,25 @@ async def test_a_flood_ends_at_the_bound_of_the_broker(
         # the last one may pass it
         assert (await bus.info(ATTEMPTS))["state"]["bytes"] <= (1 << 20) + 4096
         await bus.close()
+
+
+@pytest.mark.parametrize("role", JOINING)
+async def test_the_connections_of_a_role_are_bounded_and_others_connect(
+    role: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server_config, "CONNECTIONS", 8)
+    with BrokerServer(str(tmp_path / "store")) as server:
+        keys = keys_of(server.url)
+        for name in ("host-1", "host-2"):
+            tokens.make_join_token(keys, server.url, role, "quick", name=name, expires_s=600)
+        async with AsyncExitStack() as connections:
+            num_open = 0
+            with pytest.raises(nats.errors.Error, match="maximum account active connections"):
+                for _ in range(100):
+                    await connections.enter_async_context(stranger(server.url, role, "quick"))
+                    num_open += 1
+            assert num_open == 3 * 8  # two tokens, and the key of this user
+            other = next(joining for joining in JOINING if joining != role)
+            for run, free_role in (("quick", other), ("quick", "learner"), ("other", role)):
+                async with stranger(server.url, free_role, run) as one:
+                    await one.client.flush()

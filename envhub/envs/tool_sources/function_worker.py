@@ -12,11 +12,11 @@ from typing import Any
 
 import msgspec
 import pydantic
+from broker.system.workers import line
+from broker.system.workers.fault import told
 
 from broker.errors import UserError
 from broker.settings.registry import resolve
-from broker.system.workers import line
-from broker.system.workers.fault import told
 from envhub.envs.tool_sources.base import MAX_MESSAGE_BYTES, ToolResult, ToolSpec, cut
 
 

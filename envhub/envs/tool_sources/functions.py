@@ -21,14 +21,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
+from broker.system.workers import line
+from broker.system.workers.output import WorkerOutput
+from broker.system.workers.start import start
 from pydantic import Field
 
 from broker.errors import ConfigError
 from broker.settings.config import Section
 from broker.settings.secret import SecretRef
-from broker.system.workers import line
-from broker.system.workers.output import WorkerOutput
-from broker.system.workers.start import start
 from envhub.envs.tool_sources.base import (
     SourceFailed,
     ToolResult,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from broker.system.workers.limits import how_ended
+
 from envhub.envs.tool_sources import guard
 from envhub.envs.tool_sources.base import FAREWELL_S
 

@@ -19,13 +19,20 @@ from broker.contract.permissions import (
 from broker.identity.accounts import (
     ACCOUNT,
     MAPPED_API,
+    RELAY,
     Import,
     account_of,
     accounts_of,
     map_subject,
     unmap_subject,
 )
-from broker.identity.server_config import account_names, format_accounts, nkey_user
+from broker.identity.server_config import (
+    CONNECTIONS,
+    ServerUser,
+    account_names,
+    format_accounts,
+    nkey_user,
+)
 
 EVERY_ROLE = (LEARNER, *JOINING, OBSERVER)
 USERS = [(OPERATOR, ""), *((role, run) for run in ("quick", "other") for role in EVERY_ROLE)]
@@ -36,13 +43,14 @@ def test_an_account_per_run_and_joining_role() -> None:
     names = {
         f"{ACCOUNT}_{run}_{role}" for run in ("quick", "other") for role in (*JOINING, OBSERVER)
     }
-    assert set(ACCOUNTS) == {ACCOUNT, *names}
+    assert set(ACCOUNTS) == {ACCOUNT, RELAY, *names}
     assert {account.name for account in accounts_of([(OPERATOR, "")])} == {ACCOUNT}
 
 
 def test_the_joining_roles_of_a_run_get_their_accounts_together() -> None:
     assert [account.name for account in accounts_of([(LEARNER, "quick")])] == [
         ACCOUNT,
+        RELAY,
         *(f"{ACCOUNT}_quick_{role}" for role in sorted(JOINING)),
     ]
 
@@ -94,13 +102,55 @@ def test_only_pulls_have_many_replies() -> None:
     assert many == [f"{API}.CONSUMER.MSG.NEXT.*.*"]
 
 
-def test_news_cross_from_the_account_of_jetstream() -> None:
+def test_news_cross_from_the_account_of_jetstream_through_the_relay() -> None:
     hub = f"{ACCOUNT}_quick_envhub"
-    heard = {one.subject for one in ACCOUNTS[ACCOUNT].imports if one.exporter == hub}
+    heard = {one.subject for one in ACCOUNTS[RELAY].imports if one.exporter == hub}
     assert "rl.quick.presence.rollout.*" in heard
     assert "$KV.rl_quick_control.quick" in heard
     assert "rl.quick.presence.envhub.*" not in heard  # it would hear its own twice
     assert Import(ACCOUNT, "rl.quick.presence.envhub.*") in ACCOUNTS[hub].imports
+    relayed = {one.subject for one in ACCOUNTS[ACCOUNT].imports}
+    assert {"rl.*.presence.*.*", "$KV.rl_quick_control.quick"} <= relayed
+    assert {one.exporter for one in ACCOUNTS[ACCOUNT].imports} == {RELAY}
+
+
+def test_the_relay_passes_on_what_roles_hear_and_nothing_twice() -> None:
+    patterns = [one.subject for one in ACCOUNTS[ACCOUNT].imports]
+    for one in ACCOUNTS[RELAY].imports:
+        assert sum(covers(pattern, one.subject) for pattern in patterns) == 1, one
+    for one, other in itertools.combinations(patterns, 2):
+        assert not covers(one, other), (one, other)
+        assert not covers(other, one), (one, other)
+    stored = ("samples", "episodes.x.7", "parts.train.7.x.0", "tickets.lake", "dead.tickets")
+    crossing = [f"rl.quick.{subject}" for subject in stored] + ["$KV.rl_quick_attempts.quick.t.9"]
+    assert not [
+        subject for subject in crossing if any(covers(pattern, subject) for pattern in patterns)
+    ]
+
+
+def test_what_a_server_compares_grows_slowly_with_the_runs() -> None:
+    """A server compares each import from an account with every import of that account."""
+    compared = [comparisons(num_runs) for num_runs in (10, 50)]
+    assert compared[1] < 700_000
+    imports = [
+        sum(len(account.imports) for account in accounts_of(users(num_runs)))
+        for num_runs in (10, 50)
+    ]
+    assert imports[1] < 5.1 * imports[0]
+
+
+def users(num_runs: int) -> list[tuple[str, str]]:
+    return [(role, f"run-{number}") for number in range(num_runs) for role in (LEARNER, *JOINING)]
+
+
+def comparisons(num_runs: int) -> int:
+    """Return the comparisons at a reload, half of all pairs on average."""
+    accounts = {account.name: account for account in accounts_of(users(num_runs))}
+    return sum(
+        len(accounts[imported.exporter].imports) // 2
+        for account in accounts.values()
+        for imported in account.imports
+    )
 
 
 @pytest.mark.parametrize("name", ACCOUNTS)
@@ -114,10 +164,18 @@ def test_no_subject_crosses_both_ways(name: str) -> None:
             assert back.exporter != name or not is_overlapping
 
 
+def user_of(identity: tuple[str, str]) -> ServerUser:
+    return nkey_user("U" * 56, *identity)
+
+
 def test_names_in_the_configuration_and_of_refusals() -> None:
-    text = format_accounts([nkey_user("U" * 56, role, run) for role, run in USERS])
+    text = format_accounts(map(user_of, USERS))
     assert account_names(text) == set(ACCOUNTS)
-    assert text.count(f'mappings = {{ "{API}.>": "{MAPPED_API}.>" }}') == len(ACCOUNTS) - 1
+    assert text.count(f'mappings = {{ "{API}.>": "{MAPPED_API}.>" }}') == len(ACCOUNTS) - 1  # all but that of JetStream
+    # two keys of hubs of the run `quick`, one of each other joining role
+    more = format_accounts([*map(user_of, USERS), nkey_user("V" * 56, "envhub", "quick", "host-2")])
+    limits = re.findall(r"limits { max_connections: (\d+) }", more)
+    assert sorted(map(int, limits)) == [*[CONNECTIONS] * 7, 2 * CONNECTIONS]
     assert "allow_responses" not in text
     for subject in ("$JS.API.STREAM.INFO.x", "rl.quick.samples", "$JS.ACK.x.>"):
         assert unmap_subject(map_subject(subject)) == subject

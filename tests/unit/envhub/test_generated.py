@@ -196,7 +196,7 @@ def test_demonstrated_programs_pass_their_tests_unless_an_operation_is_random() 
         program = last_block(reply)
         assert program is not None
         names: dict[str, Any] = {}
-        exec(program, names)  # noqa: S102 - written by this test
+        exec(program, names)
         tests = json.loads(environment.reference)
         outputs = [names["f"](*arguments) for arguments in tests["inputs"]]
         passed.append(outputs == tests["outputs"])

@@ -11,12 +11,12 @@ from contextlib import AsyncExitStack
 from typing import Annotated, Any, Final, Self
 
 import msgspec
+from broker.system.workers.environment import worker_environment
 from pydantic import Field, model_validator
 
 from broker.errors import ConfigError, NotInstalled, UserError, reason_of
 from broker.settings.config import Section
 from broker.settings.secret import SecretRef
-from broker.system.workers.environment import worker_environment
 from envhub.envs.tool_sources.base import (
     FAREWELL_S,
     MAX_MESSAGE_BYTES,
