@@ -97,6 +97,13 @@ mkfifo /logs/artifacts/output.txt; mknod /app/zero c 1 5; true""",
     "hostile names": """
 cd /app; touch -- '-rf' '=links=' '=files=' '; echo 1 > ..' "$(printf 'a\\nb')" '*'
 mkdir -p -- "$(printf 'x\\n/tests')"; ln -s .. up; ln -s / root""",
+    "deep folders": """
+python3 -c "
+import os
+for _ in range(300):
+    os.mkdir('d' * 20)
+    os.chdir('d' * 20)
+" """,
     "kill everything": "kill -9 -1; killall5 -9 2>/dev/null; true",
     "mounts": """
 unshare -rm sh -c 'mount --bind /app /tests; mount -t tmpfs none /logs/verifier' 2>/dev/null

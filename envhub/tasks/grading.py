@@ -29,8 +29,14 @@ from envhub.tasks.folder import Task, TaskStep
 from envhub.tasks.host import SandboxRequest, TaskHost, run_checked
 from envhub.tasks.rewards import MAX_BYTES, NOTHING, BadReward, Rewards, parse_rewards
 from envhub.tasks.settings import TaskArgs, plain_values
-from envhub.tasks.work import TooLargeWork, WorkPart, collect_work, place_work
-from rlearner_sandbox.providers.base import Sandbox
+from envhub.tasks.work import (
+    UncopiedWork,
+    WorkPart,
+    collect_work,
+    is_agents_fault,
+    place_work,
+)
+from rlearner_sandbox.providers.base import Sandbox, SandboxError
 
 # a login shell, a user's packages and bytecode next to the agent's files are not the tests' affair
 SAFE_ENV: Final = {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -93,9 +99,13 @@ class Verifier:
             with tempfile.TemporaryDirectory(prefix="rlearner-task-") as folder:
                 try:
                     parts = await self._collect(task, step, agent, Path(folder), is_last=is_last)
-                except TooLargeWork as error:
+                    grade = await self._run_separate(task, step, parts)
+                except UncopiedWork as error:
                     return Grade(NOTHING, problem=str(error))
-                grade = await self._run_separate(task, step, parts)
+                except SandboxError as error:
+                    if not is_agents_fault(error):
+                        raise
+                    return Grade(NOTHING, problem=str(error))
         if grade.problem and not await self._has_working_tests(task, step):
             raise TaskError(f"{task.name}: {grade.problem}{_last_line(grade.output)}")
         return grade

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 from broker.errors import ConfigError, UserError
 from broker.settings.registry import resolve
 from envhub.tasks.settings import TaskArgs
 from rlearner_sandbox.providers.base import SandboxProvider
-
-PROVIDERS: Final[dict[str, str]] = {
-    "namespace": "rlearner_sandbox.providers.namespace.provider:NamespaceProvider",
-}
+from rlearner_sandbox.providers.pool import SandboxPool
+from rlearner_sandbox.providers.registry import PROVIDERS
 
 
 def load_provider(args: TaskArgs) -> SandboxProvider:
-    """Return a new provider.
+    """Return a new provider behind a pool, which stops asking it while it fails.
 
     Raises:
         ConfigError: if there is none of that name, or it does not take an argument.
@@ -32,7 +30,7 @@ def load_provider(args: TaskArgs) -> SandboxProvider:
         raise ConfigError("provider_args", args.provider_args, str(error)) from None
     except (OSError, ValueError) as error:
         raise UserError(f"provider {args.provider}: {error}") from None
-    return provider
+    return SandboxPool(provider, warm=args.warm)
 
 
 def check_provider(args: TaskArgs) -> None:

@@ -28,6 +28,7 @@ class TaskArgs(Section):
     images: dict[str, str] = Field(default_factory=dict)
     provider: str = "namespace"  # of sandboxes
     provider_args: PluginArguments = Field(default_factory=dict)
+    warm: NonNegativeInt = 0  # sandboxes in reserve of each image that was asked for lately
     # separate: tests run in a fresh sandbox that gets the working folder and the artifacts;
     # shared: in the files that the policy has left, where it can make them pass
     verifier: Literal["separate", "shared"] = "separate"

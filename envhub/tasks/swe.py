@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from broker.errors import DataError, UserError
+from rlearner_text.atomic_folders import begin_folder, finish_folder
 
 WORKDIR: Final = "/testbed"
 COLUMNS: Final = ("instance_id", "repo", "base_commit", "problem_statement", "test_patch")
@@ -144,8 +145,7 @@ def _write_task(row: Mapping[str, Any], mirrors: Path, out: Path, image: str) ->
     folder = out / name
     if folder.exists():
         raise _BadRowError(f"{folder} exists already, and nothing is overwritten")
-    out.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=".task-", dir=out))
+    draft = begin_folder(folder)
     try:
         repository = draft / "environment" / "repo"
         _check_out(mirror, row["base_commit"], repository)
@@ -158,7 +158,7 @@ def _write_task(row: Mapping[str, Any], mirrors: Path, out: Path, image: str) ->
         if isinstance(row.get("patch"), str) and row["patch"].strip():
             _write_solution(draft, row["patch"])
         draft.chmod(0o755)
-        draft.rename(folder)
+        finish_folder(draft, folder)
     except BaseException:
         shutil.rmtree(draft, ignore_errors=True)
         raise

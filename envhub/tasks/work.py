@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fnmatch
 import os
 import shutil
@@ -14,7 +15,7 @@ from typing import Final
 from envhub.tasks.config import ArtifactTable
 from envhub.tasks.errors import TaskError
 from envhub.tasks.host import run_checked
-from rlearner_sandbox.providers.base import Sandbox
+from rlearner_sandbox.providers.base import Sandbox, SandboxError
 
 _LINKS: Final = "=links="
 _FILES: Final = "=files="
@@ -25,8 +26,13 @@ _LIST: Final = (
 )
 
 
-class TooLargeWork(Exception):
-    """The agent left more than the tests are given."""
+class UncopiedWork(Exception):
+    """The agent left more than the tests are given, or paths that no host can hold."""
+
+
+def is_agents_fault(error: SandboxError) -> bool:
+    """Return whether a copy failed because of what the agent wrote, not because of the host."""
+    return os.strerror(errno.ENAMETOOLONG) in str(error)
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ async def collect_work(
     """Copy the working folder and the artifacts of a sandbox to an empty folder of this host.
 
     Raises:
-        TooLargeWork: if they have more than ``max_mib``.
+        UncopiedWork: if they have more than ``max_mib``.
         SandboxError: if the provider fails.
     """
     parts = []
@@ -62,7 +68,7 @@ async def collect_work(
             parts.append(WorkPart(source, None))
             continue
         except ValueError as error:
-            raise TooLargeWork(f"{source}: {error}") from None
+            raise UncopiedWork(f"{source}: {error}") from None
         if entry.exclude and target.is_dir():
             await asyncio.to_thread(_remove_excluded, target, entry.exclude)
         parts.append(WorkPart(source, target))

@@ -6,13 +6,15 @@ import argparse
 from typing import Any
 
 from broker.settings.arguments import add_json
+from rlearner.tasks.build_cli import add_build
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add ``tasks try`` and ``tasks swe``."""
+    """Add ``tasks build``, ``tasks try`` and ``tasks swe``."""
     text = "work on terminal tasks in Harbor's format"
     parser = subparsers.add_parser("tasks", help=text, description=text)
     commands = parser.add_subparsers(dest="tasks_command", required=True, metavar="COMMAND")
+    add_build(commands)
     _add_try(commands)
     _add_swe(commands)
 

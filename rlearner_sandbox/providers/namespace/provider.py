@@ -8,7 +8,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Final, Literal, TypeVar
+from typing import Final, Literal, TypeVar, get_args
 
 from rlearner_sandbox.command import advice
 from rlearner_sandbox.providers.base import SandboxError, SandboxSpec
@@ -37,12 +37,14 @@ class NamespaceProvider:
             the second only where the first does not work.
     """
 
-    def __init__(self, folder: Path | None = None, layering: Layering = "auto") -> None:
-        self.state = folder or default_folder()
-        self.state.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.has_range = os.geteuid() == 0 and _are_ids_mapped()
-        shift = FIRST_UID if self.has_range else 0
-        self.store = LayerStore(self.state, uid_shift=shift)
+    def __init__(self, folder: Path | str | None = None, layering: Layering = "auto") -> None:
+        if layering not in get_args(Layering):
+            raise ValueError(
+                f"layering: {layering!r} is not allowed; one of {get_args(Layering)} is"
+            )
+        self.store = open_store(None if folder is None else Path(folder))
+        self.state = self.store.folder
+        self.has_range = self.store.uid_shift > 0
         self.cgroup = cgroups.delegated_folder()
         self.layering = layering
         self._owner: OwnedFolder | None = None
@@ -177,6 +179,14 @@ class NamespaceProvider:
             await asyncio.to_thread(self._owner.release)
             self._owner = None
             self._snapshots = None
+
+
+def open_store(folder: Path | None = None) -> LayerStore:
+    """Return the store of layers and images of this user; None: in XDG_STATE_HOME."""
+    folder = folder or default_folder()
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    has_range = os.geteuid() == 0 and _are_ids_mapped()
+    return LayerStore(folder, uid_shift=FIRST_UID if has_range else 0)
 
 
 def explain_failure(text: str) -> str:

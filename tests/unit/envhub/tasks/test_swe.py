@@ -22,7 +22,7 @@ from envhub.tasks.swe import write_swe_tasks
 from envhub.tasks.trial import Trial
 
 # pytest and what it imports, which the image of a real task holds
-VENDORED = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments")
+VENDORED = ("pytest", "py", "_pytest", "pluggy", "iniconfig", "packaging", "pygments")
 TEST = "from calc import double, triple\n\n\ndef test_double():\n    assert double(4) == 8\n"
 HIDDEN = TEST + "\n\ndef test_triple():\n    assert triple(4) == 12\n"
 

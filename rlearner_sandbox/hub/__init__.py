@@ -1,0 +1,1 @@
+"""The process ``sandboxhub``: sandboxes of this host for environments on others, over HTTP."""
