@@ -1,6 +1,6 @@
 # Suites and environments beside those of the Makefile; .ci/nightly runs the suites.
 
-.PHONY: audit sbom families-vllm test-loaded peers-env test-peers test-dist test-bundle test-oldest test-backup test-trackers test-deepspeed test-checkpoints test-megatron vllm-env test-vllm test-options test-real-model test-frameworks test-harbor test-harnesses test-console test-image chaos curves hosts nodes test-alerts test-slurm test-systemd test-retriever
+.PHONY: audit sbom families-vllm test-loaded peers-env test-peers test-dist test-bundle test-oldest test-backup test-trackers test-deepspeed test-checkpoints test-megatron vllm-env test-vllm test-options test-real-model test-frameworks test-harbor test-harnesses test-console test-image chaos curves hosts nodes test-alerts test-slurm test-systemd test-retriever test-sandboxes
 
 # Known vulnerabilities of what make setup installs; fails if there is one, or if no advisory service answers.
 audit: .venv-audit/ready
@@ -237,3 +237,8 @@ $(HARBOR)/ready:
 	@$(BIN)/pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: --python-version 3.12 -d $(HARBOR) harbor==0.26.0
 	@$(BIN)/python -m zipfile -e $(HARBOR)/harbor-0.26.0-py3-none-any.whl $(HARBOR)/src
 	@touch $(HARBOR)/ready
+
+# Sandboxes of episodes over every provider, with podman, buildah and a small image: two minutes; needs root and Debian for the packages.
+test-sandboxes: setup
+	command -v podman buildah busybox >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends podman buildah crun busybox-static; }
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/contract/test_sandbox_providers.py tests/contract/test_sandbox_faults.py -v

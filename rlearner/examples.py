@@ -33,6 +33,10 @@ EXAMPLES: Final = {
         "rlearner new shop --kind tools",
         "rlearner new shells --kind terminal",
     ],
+    "rlearner tasks build": [
+        "rlearner tasks build image.tar     # of podman save --format oci-archive, or docker save",
+        "rlearner tasks build tasks/fix-build/environment",
+    ],
     "rlearner doctor": ["rlearner doctor", "rlearner doctor configs/code.yaml --json"],
     "rlearner plan": [
         (

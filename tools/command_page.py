@@ -18,6 +18,7 @@ from envhub.cli import parser as envhub_parser
 from envhub.retriever_cli import retriever_parser
 from rewardhub.cli import parser as rewardhub_parser
 from rlearner.cli import make_parser
+from rlearner_sandbox.hub.cli import parser as sandboxhub_parser
 from rollout.cli import parser as rollout_parser
 
 TARGET: Final = Path(__file__).parents[1] / "docs" / "commands.md"
@@ -30,6 +31,7 @@ PARSERS: Final = (
     render_parser,
     retriever_parser,
     rewardhub_parser,
+    sandboxhub_parser,
     broker_parser,
 )
 

@@ -214,6 +214,12 @@ CASES: Final = (
         problem=_sandbox_problem,
     ),
     SmokeCase(
+        "bench.sandboxes",
+        ("starts_per_s", "reset_ms", "live", "disk_mib_per_task", "provider_kills", "leaked"),
+        ("--live", "4", "--kills", "2", "--starts", "4"),
+        problem=_sandbox_problem,
+    ),
+    SmokeCase(
         "bench.cheats",
         ("forms", "tried", "succeeded", "canonical"),
         constants={"bench.cheats:FORMS": ("pairs",)},

@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     result = ArgumentParser(prog="sandboxhub", description=about)
     text = "sandboxes at once (%(default)s)"
     result.add_argument("--n", type=_count, default=50, metavar="N", help=text)
-    text = "namespace, podman, docker or apptainer (%(default)s)"
+    text = "namespace, podman or docker (%(default)s)"
     result.add_argument("--provider", default="namespace", metavar="NAME", help=text)
     text = "address to listen at; another than loopback needs --tls-cert (%(default)s)"
     result.add_argument("--bind", default="127.0.0.1", metavar="IP", help=text)
@@ -108,9 +108,10 @@ async def serve(options: argparse.Namespace, stop: Stop) -> None:
         raise ConfigError("--provider", "remote", "a provider of this host")
     try:
         provider = make_provider(options.provider)
-        # What does not work here is to be known before somebody asks for it.
-        sandbox = await provider.start(SandboxSpec())
-        await sandbox.stop()
+        if options.provider == "namespace":
+            # What does not work here is to be known before somebody asks for it.
+            sandbox = await provider.start(SandboxSpec())
+            await sandbox.stop()
     except (SandboxError, ValueError) as error:
         raise UserError(str(error)) from None
     server = HubServer(

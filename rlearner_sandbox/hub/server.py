@@ -18,7 +18,6 @@ from rlearner_sandbox.hub import wire
 from rlearner_sandbox.hub.sessions import HubFull, Sessions
 from rlearner_sandbox.providers import archive
 from rlearner_sandbox.providers.base import Sandbox, SandboxError, SandboxProvider, SandboxSpec
-from rlearner_sandbox.providers.layers import DIGEST
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 REAP_S: Final = 5.0
@@ -139,13 +138,14 @@ class HubServer:
     def _check_spec(self, spec: SandboxSpec) -> None:
         if spec.network == "host" and not self._host_network:
             raise ValueError("network: 'host' is not allowed by this hub (--allow-host-network)")
-        if spec.image is None or DIGEST.fullmatch(spec.image):
+        # Names and digests are of what this host's store has anyway.
+        if spec.image is None or not spec.image.startswith("/"):
             return
         path = Path(spec.image).resolve()
         if not any(path.is_relative_to(folder) for folder in self._image_folders):
             raise ValueError(
-                f"image: {spec.image!r} is not allowed by this hub; a digest, or a folder below "
-                "one that --allow-images names, is"
+                f"image: {spec.image!r} is not allowed by this hub; a digest, a name, or a folder "
+                "below one that --allow-images names, is"
             )
 
     async def _stop_sandbox(self, request: web.Request) -> web.StreamResponse:

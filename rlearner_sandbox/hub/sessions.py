@@ -6,7 +6,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 
 from rlearner_sandbox.hub.wire import SESSION_S
 from rlearner_sandbox.providers.base import Sandbox, SandboxError, SandboxProvider, SandboxSpec
@@ -57,12 +57,12 @@ class Sessions:
         sandbox = self.find(session, name)
         return await self._admit(session, sandbox.fork)
 
-    async def _admit(self, session: str, start: Callable[[], object]) -> str:
+    async def _admit(self, session: str, start: Callable[[], Awaitable[Sandbox]]) -> str:
         if len(self) >= self._most:
             raise HubFull(f"the hub has {self._most} sandboxes, and no more may be")
         self._starting += 1
         try:
-            sandbox: Sandbox = await start()  # type: ignore[misc]
+            sandbox = await start()
         finally:
             self._starting -= 1
         name = secrets.token_hex(16)

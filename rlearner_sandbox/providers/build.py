@@ -69,9 +69,9 @@ def _build_file(file: Path, store: LayerStore, context: Path, tool: str) -> str:
     with tempfile.TemporaryDirectory(prefix="rlearner-build-", dir=store.folder) as folder:
         archive = Path(folder, "image.tar")
         name = f"localhost/rlearner-build-{os.path.basename(folder).lower()}"
-        words = ["build", "--network", "none", "--pull=never", "--layers=false", "--file", str(file)]
+        words = ["build", "--network", "none", "--pull=never", "--layers=false"]
         try:
-            _call_tool([program, *words, "--tag", name, str(context)], file)
+            _call_tool([program, *words, "--file", str(file), "--tag", name, str(context)], file)
             if os.path.basename(program) == "podman":
                 save = ["save", "--format", "oci-archive", "--output", str(archive), name]
             else:

@@ -10,6 +10,7 @@ import os
 import re
 import secrets
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,6 +35,8 @@ KILL_S: Final = 20.0
 _MIB: Final = 1 << 20
 # Each command is in a session of its own and writes its number to a file, by which it is ended.
 _WRAPPED: Final = 'echo $$ > "$1"; shift; exec "$@"'
+# Process 1 without handlers, so that no signal from inside ends it; it reaps orphans.
+_FIRST: Final = "while :; do sleep 1000 & wait; done"
 _MISSING: Final = re.compile(rb"no such (file|path)|could not find|does not exist|not found", re.I)
 
 
@@ -106,19 +109,18 @@ class ContainerProvider:
         """Remove the containers and images of processes that have ended."""
         remove_leftovers(self._state)
         alive = {path.name for path in (self._state / "live").glob("*")}
-        for kind, remove in (("ps", ["rm", "-f", "-t", "0"]), ("images", ["rmi", "-f"])):
+        for kind, remove in (("ps", self.remove_words), ("images", ["rmi", "--force"])):
             for name, owner in self._list_owned(kind):
                 if owner not in alive:
                     log.warning("removed %s, which a process that has ended left", name)
-                    self._call_blocking([*self._remove_words(remove), name])
-
-    def _remove_words(self, words: list[str]) -> list[str]:
-        # docker has no time for rm.
-        return [word for word in words if not (self._is_docker and word in ("-t", "0"))]
+                    self._call_blocking([*remove, name])
 
     @property
-    def _is_docker(self) -> bool:
-        return os.path.basename(self.tool) == "docker"
+    def remove_words(self) -> list[str]:
+        """The words that remove a container at once."""
+        # docker kills at once, podman after ten seconds.
+        is_docker = os.path.basename(self.tool) == "docker"
+        return ["rm", "--force", "--volumes", *([] if is_docker else ["--time", "0"])]
 
     def _list_owned(self, kind: str) -> list[tuple[str, str]]:
         scope = ["-a"] if kind == "ps" else []
@@ -131,8 +133,6 @@ class ContainerProvider:
         return [(pair[0], pair[1].rpartition("-")[2]) for pair in pairs if len(pair) == 2]
 
     def _call_blocking(self, words: Sequence[str]) -> ToolResult:
-        import subprocess
-
         try:
             result = subprocess.run(
                 [self.tool, *words], capture_output=True, timeout=TOOL_S, stdin=subprocess.DEVNULL
@@ -198,12 +198,11 @@ class ContainerProvider:
         """Remove every container and snapshot of this process."""
         if self._owner is None:
             return
-        for kind, remove in (("ps", ["rm", "-f", "-t", "0"]), ("images", ["rmi", "-f"])):
+        for kind, remove in (("ps", self.remove_words), ("images", ["rmi", "--force"])):
             owned = await asyncio.to_thread(self._list_owned, kind)
             names = [name for name, owner in owned if owner == self._owner.id]
             if names:
-                words = [*self._remove_words(remove), *names]
-                await self.call(words, check=False)
+                await self.call([*remove, *names], check=False)
         await asyncio.to_thread(self._owner.release)
         self._owner = None
 
@@ -247,9 +246,9 @@ class ContainerSandbox:
                 "--pids-limit", str(spec.processes), "--ulimit",
                 f"fsize={spec.disk_mib * _MIB}:{spec.disk_mib * _MIB}", "--cap-drop", "ALL",
                 *(part for name in CAPABILITIES for part in ("--cap-add", name)),
-                "--security-opt", "no-new-privileges", "--init", "--pull", "never",
+                "--security-opt", "no-new-privileges", "--pull", "never",
                 "--entrypoint", "/bin/sh", *variables, *rootfs,
-                "-c", "trap 'exit 0' TERM; while :; do sleep 1000 & wait $!; done",
+                "-c", _FIRST,
             ]
         )  # fmt: skip
         await self._provider.call(["exec", self._name, "mkdir", "-p", spec.workdir])
@@ -451,8 +450,7 @@ class ContainerSandbox:
             await self._remove()
 
     async def _remove(self) -> None:
-        words = ["rm", "--force", "--volumes", self._name]
-        await self._provider.call(words, check=False)
+        await self._provider.call([*self._provider.remove_words, self._name], check=False)
 
 
 CAPABILITIES: Final = (

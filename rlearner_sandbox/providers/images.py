@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
@@ -168,8 +169,6 @@ class _HashedStream:
     """The uncompressed bytes of a layer, whose hash is its name."""
 
     def __init__(self, file: IO[bytes], digest: str) -> None:
-        import gzip
-
         is_packed = file.read(2) == b"\x1f\x8b"
         file.seek(0)
         self._file: Any = gzip.GzipFile(fileobj=file) if is_packed else file
@@ -201,7 +200,9 @@ def extract_layer(stream: Any, folder: Path, *, uid_shift: int) -> None:
     Raises:
         ValueError: if a name leaves the folder, or the archive is damaged.
     """
-    folder.mkdir(mode=0o755)
+    folder.mkdir()
+    # Explicit modes, since the umask of our processes keeps others out.
+    folder.chmod(0o755)
     modes: dict[str, int] = {}
     is_root = os.geteuid() == 0
     try:
@@ -293,7 +294,8 @@ def _layer_path(folder: Path, name: str) -> str:
             continue
         if not os.path.isdir(step):
             _clear(step)
-            os.mkdir(step, 0o755)
+            os.mkdir(step)
+            os.chmod(step, 0o755)
             if os.geteuid() == 0:
                 status = os.stat(path)
                 os.lchown(step, status.st_uid, status.st_gid)

@@ -10,10 +10,10 @@ import json
 import logging
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from rlearner_sandbox.providers.base import (
     ExecResult,
@@ -149,8 +149,7 @@ class SandboxPool:
         finally:
             self._filling.discard(kind)
 
-    def _start_task(self, work: object) -> None:
-        assert asyncio.iscoroutine(work)
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

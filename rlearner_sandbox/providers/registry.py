@@ -12,7 +12,6 @@ PROVIDERS: Final[dict[str, str]] = {
     "namespace": "rlearner_sandbox.providers.namespace.provider:NamespaceProvider",
     "podman": "rlearner_sandbox.providers.containers:PodmanProvider",
     "docker": "rlearner_sandbox.providers.containers:DockerProvider",
-    "apptainer": "rlearner_sandbox.providers.apptainer:ApptainerProvider",
     "remote": "rlearner_sandbox.providers.remote:RemoteProvider",
 }
 

@@ -8,7 +8,7 @@ import json
 import os
 import secrets
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Any, Final
@@ -159,7 +159,7 @@ class HubClient:
         params: Mapping[str, str] | None = None,
         data: Any = None,
         answer_s: float = ANSWER_S,
-    ) -> Any:
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send a request and yield its response; raises what ``ask`` raises."""
         try:
             async with asyncio.timeout(answer_s):
@@ -313,7 +313,7 @@ class RemoteSandbox:
             raise SandboxError("the sandbox was stopped")
 
 
-async def _read_events(response: aiohttp.ClientResponse) -> Any:
+async def _read_events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
     pending = bytearray()
     async for piece in response.content.iter_any():
         pending += piece

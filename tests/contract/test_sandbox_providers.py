@@ -19,7 +19,9 @@ PROVIDERS = ["namespace", "copy", "remote", "podman"]
 
 
 @pytest.fixture(params=PROVIDERS)
-async def provider(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[SandboxProvider]:
+async def provider(
+    request: pytest.FixtureRequest, tmp_path: Path
+) -> AsyncIterator[SandboxProvider]:
     async with sandbox_kit.open_provider(request.param, tmp_path) as opened:
         yield opened
 
@@ -126,7 +128,8 @@ async def test_upload_follows_no_link_out(sandbox: Sandbox, tmp_path: Path) -> N
 async def test_download_follows_no_link_out(sandbox: Sandbox, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("of the host")
-    await sandbox.run_command(f"mkdir d; ln -s {tmp_path} d/away; ln -s {secret} d/file; echo 1 > d/a")
+    links = f"ln -s {tmp_path} d/away; ln -s {secret} d/file"
+    await sandbox.run_command(f"mkdir d; {links}; echo 1 > d/a")
     await sandbox.download("/work/d", tmp_path / "out")
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["a"]
     with pytest.raises(FileNotFoundError):
@@ -210,7 +213,8 @@ def test_namespace_without_root(tmp_path: Path) -> None:
     """The contract's core as a user without privileges."""
     program = Path(__file__).resolve().parents[1] / "kit" / "sandbox_as_user.py"
     python = "/usr/bin/python3"
-    if subprocess.run([python, "-c", "import sys; sys.exit(sys.version_info < (3, 11))"]).returncode:
+    is_old = "import sys; sys.exit(sys.version_info < (3, 11))"
+    if subprocess.run([python, "-c", is_old]).returncode:
         pytest.skip("the system's Python is older than 3.11")
     folder = Path("/var/tmp") / f"sandboxes-{os.getpid()}"
     folder.mkdir(mode=0o700)

@@ -23,8 +23,8 @@ from rlearner_sandbox.providers.remote import RemoteProvider
 
 PODMAN_IMAGE = "localhost/rlearner-test-base"
 COMMANDS = (
-    "sh ls cat echo mkdir rm sleep id touch head ln chmod chown stat wc true false kill setsid env mv "
-    "tr cp find pwd yes dd readlink wget"
+    "sh ls cat echo mkdir rm sleep id touch head ln chmod chown stat wc true false kill setsid env "
+    "mv tr cp find pwd yes dd readlink wget"
 ).split()
 PASSWD = "root:x:0:0::/root:/bin/sh\nagent:x:1000:1000::/home:/bin/sh\n"
 GROUP = "root:x:0:\nagent:x:1000:\nextra:x:7:agent\n"

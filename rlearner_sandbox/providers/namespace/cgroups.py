@@ -68,14 +68,15 @@ def make_cgroup(parent: Path, name: str, spec: SandboxSpec) -> Path:
     """Make the cgroup of a sandbox, with its limits."""
     folder = parent / name
     folder.mkdir()
-    limits = {
-        "memory.max": str(spec.memory_mib << 20),
+    (folder / "memory.max").write_text(str(spec.memory_mib << 20), encoding="ascii")
+    (folder / "pids.max").write_text(str(spec.processes + 2), encoding="ascii")
+    # Not every kernel has these two.
+    optional = {
         "memory.swap.max": "0",
-        "pids.max": str(spec.processes + 2),
         "cpu.max": f"{int(spec.cpus * PERIOD_US)} {PERIOD_US}",
     }
-    for file, value in limits.items():
-        with contextlib.suppress(FileNotFoundError):
+    for file, value in optional.items():
+        with contextlib.suppress(OSError):
             (folder / file).write_text(value, encoding="ascii")
     return folder
 

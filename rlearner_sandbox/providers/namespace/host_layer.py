@@ -10,8 +10,9 @@ from typing import Final
 # Libraries, commands, certificates, time; no accounts, names or settings of services.
 ETC: Final = (
     "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "protocols", "services",
-    "localtime", "timezone", "ssl/certs", "ssl/openssl.cnf", "ca-certificates", "ca-certificates.conf",
-    "pki/tls", "pki/ca-trust", "mime.types", "terminfo", "os-release", "debian_version",
+    "localtime", "timezone", "ssl/certs", "ssl/openssl.cnf", "ca-certificates",
+    "ca-certificates.conf", "pki/tls", "pki/ca-trust", "mime.types",
+    "terminfo", "os-release", "debian_version",
 )  # fmt: skip
 LINKED: Final = ("bin", "sbin", "lib", "lib64", "lib32", "libx32")
 FOLDERS: Final = {
@@ -20,7 +21,9 @@ FOLDERS: Final = {
     "usr": 0o755, "dev": 0o755, "proc": 0o755, "etc": 0o755,
 }  # fmt: skip
 FILES: Final = {
-    "etc/passwd": "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/nonexistent:/bin/sh\n",
+    "etc/passwd": (
+        "root:x:0:0:root:/root:/bin/sh\nnobody:x:65534:65534:nobody:/nonexistent:/bin/sh\n"
+    ),
     "etc/group": "root:x:0:\nnogroup:x:65534:\n",
     "etc/hosts": "127.0.0.1\tlocalhost sandbox\n::1\tlocalhost\n",
     "etc/hostname": "sandbox\n",
@@ -32,10 +35,15 @@ NETWORK_FILES: Final = ("/etc/resolv.conf", "/etc/hosts")
 
 def write_host_root(folder: Path) -> None:
     """Write the folders, links and files of such a root to ``folder``."""
+    # Explicit modes, since the umask of our processes keeps others out.
+    folder.mkdir()
+    folder.chmod(0o755)
     for name, mode in FOLDERS.items():
         path = folder / name
         path.mkdir(parents=True, exist_ok=True)
         path.chmod(mode)
+        if path.parent != folder:
+            path.parent.chmod(0o755)
     for name in LINKED:
         path = Path("/", name)
         if path.is_symlink():
@@ -44,10 +52,12 @@ def write_host_root(folder: Path) -> None:
         source = Path("/etc", name)
         target = folder / "etc" / name
         target.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.chmod(0o755)
         if source.is_dir():
             shutil.copytree(source, target, symlinks=True, ignore_dangling_symlinks=True)
         elif source.exists():
             shutil.copyfile(source.resolve(), target)
+            target.chmod(0o644)
     for name, text in FILES.items():
         (folder / name).write_text(text, encoding="ascii")
         (folder / name).chmod(0o644)

@@ -13,7 +13,7 @@ import select
 import signal
 import socket
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from rlearner_sandbox.providers import archive
@@ -39,7 +39,7 @@ def enter_sandbox(spaces: Sequence[int], cgroup: str = "") -> None:
 def run_command(
     plan: RunPlan, call_filter: bytes, control: socket.socket, streams: list[int]
 ) -> None:
-    """Run a command of the entered sandbox with three streams, and send how it ended to ``control``.
+    """Run a command of the entered sandbox with three streams; send how it ended to ``control``.
 
     When the other end of ``control`` says ``kill`` or is closed, the command and all that was
     started since are killed.
@@ -84,7 +84,7 @@ def _become_command(plan: RunPlan, call_filter: bytes, streams: list[int], facts
             ticks = int(own.read().rpartition(")")[2].split()[19])
         os.write(facts, json.dumps([os.getpid(), ticks]).encode())
         os.closerange(3, max(facts, *streams) + 256)
-        # In its working folder it can only be as its user.
+        os.umask(0o022)
         uid, gid, groups = find_account(plan.user)
         os.makedirs(plan.workdir, exist_ok=True)
         _set_limits(plan)
@@ -100,7 +100,6 @@ def _become_command(plan: RunPlan, call_filter: bytes, streams: list[int], facts
         signal.pthread_sigmask(signal.SIG_SETMASK, [])
         for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
-        os.umask(0o022)
         if call_filter:
             syscalls.install_filter(call_filter)
         os.execvpe(plan.argv[0], plan.argv, plan.env)
@@ -157,8 +156,7 @@ def _read_accounts(path: str) -> list[str]:
         return file.read(MAX_ACCOUNTS).decode(errors="replace").splitlines()
 
 
-def _in_sandbox(work: object) -> None:
-    assert callable(work)
+def _in_sandbox(work: Callable[[], None]) -> None:
     child = os.fork()
     if not child:
         try:
@@ -223,7 +221,7 @@ def run_task(plan: TaskPlan, control: socket.socket, streams: list[int]) -> None
             with open(streams[0], "wb") as stream:
                 archive.write_archive(plan.argument, stream, links=False)
         elif plan.task == "unpack":
-            os.umask(0)
+            os.umask(0o022)
             with open(streams[0], "rb") as stream:
                 archive.read_archive(stream, os.path.join("/", plan.argument), trusted=True)
         elif plan.task == "listen":

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal, TypeVar, get_args
 
-from rlearner_sandbox.command import advice
 from rlearner_sandbox.providers.base import SandboxError, SandboxSpec
 from rlearner_sandbox.providers.layers import Image, LayerStore
 from rlearner_sandbox.providers.namespace import cgroups, host_layer
@@ -187,13 +186,6 @@ def open_store(folder: Path | None = None) -> LayerStore:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     has_range = os.geteuid() == 0 and _are_ids_mapped()
     return LayerStore(folder, uid_shift=FIRST_UID if has_range else 0)
-
-
-def explain_failure(text: str) -> str:
-    """Return why no sandbox can be made here, with what helps."""
-    if "clone" in text or "uid_map" in text:
-        return advice(text).replace("bubblewrap does not", "namespaces do not")
-    return f"the sandbox did not start: {text}"
 
 
 def _are_ids_mapped() -> bool:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from rlearner_sandbox.command import advice
 from rlearner_sandbox.providers import archive
 from rlearner_sandbox.providers.base import ExecResult, OnOutput, SandboxError, SandboxSpec
 from rlearner_sandbox.providers.layers import Image
@@ -98,9 +99,7 @@ class NamespaceSandbox:
             provider.layering = "copy"
             result = await self._try_start()
         if "error" in result:
-            from rlearner_sandbox.providers.namespace.provider import explain_failure
-
-            raise SandboxError(explain_failure(result["error"]))
+            raise SandboxError(_explain_failure(result["error"]))
         if self.spec.network == "endpoint":
             await self._open_endpoint()
 
@@ -247,7 +246,8 @@ class NamespaceSandbox:
         ]
         reply = Reply()
         stdin_fd = sealed_file(stdin)
-        watch = asyncio.ensure_future(self._watch_disk())
+        is_disk_full = asyncio.Event()
+        watch = asyncio.ensure_future(self._watch_disk(is_disk_full))
         try:
             try:
                 fds = [reply.fd, stdin_fd, pipes[0].write_fd, pipes[1].write_fd]
@@ -269,7 +269,7 @@ class NamespaceSandbox:
         self._keep_open(pipes)
         if "error" in result:
             raise SandboxError(f"the command did not start: {result['error']}")
-        if watch.done() and not watch.cancelled() and watch.exception() is None and watch.result():
+        if is_disk_full.is_set():
             limit = f"sandbox: more than {self.spec.disk_mib} MiB written\n"
             outputs[1] += limit.encode()
         return ExecResult(
@@ -320,8 +320,8 @@ class NamespaceSandbox:
         while len(self._pipes) > MAX_OPEN_PIPES:
             self._pipes.pop(0).close()
 
-    async def _watch_disk(self) -> bool:
-        """Kill everything when more was written than allowed, and return True."""
+    async def _watch_disk(self, is_full: asyncio.Event) -> None:
+        """Kill everything when more was written than allowed, and set ``is_full``."""
         cost_s = 0.0
         if time.monotonic() - self._measured_s < 5 * DISK_WATCH_S:
             await asyncio.sleep(DISK_WATCH_S)
@@ -331,8 +331,9 @@ class NamespaceSandbox:
             self._measured_s = time.monotonic()
             cost_s = self._measured_s - began_s
             if self._provider.layering != "copy" and size > self.spec.disk_mib << 20:
+                is_full.set()
                 await self._run_task("signal", number=signal.SIGKILL)
-                return True
+                return
             await asyncio.sleep(max(DISK_WATCH_S, 20 * cost_s))
 
     # Files
@@ -462,3 +463,10 @@ def _do_nothing() -> None:
 def _remove_all(folders: Sequence[Path]) -> None:
     for folder in folders:
         remove_tree(folder)
+
+
+def _explain_failure(text: str) -> str:
+    """Return why no sandbox can be made here, with what helps."""
+    if "clone" in text or "uid_map" in text:
+        return advice(text).replace("bubblewrap does not", "namespaces do not")
+    return f"the sandbox did not start: {text}"

@@ -134,7 +134,7 @@ def hide_memory() -> None:
 
 
 def limit_capabilities(kept: Iterable[int], bounding: Iterable[int] = ()) -> None:
-    """Keep these capabilities, and let programs that are executed get only those in ``bounding``."""
+    """Keep these capabilities; let programs that are executed get only those in ``bounding``."""
     for number in range(_LAST_CAPABILITY + 1):
         if number in bounding:
             continue
