@@ -208,7 +208,7 @@ def inputs() -> list[list[str]]:
         for arguments in ([], ["none-such", *NOWHERE], ["x", "--nope"])
         if arguments or command != "status"  # without a name, that of the newest run
     ]
-    found += [["rlearner", "status", "--dir", "gone"]]
+    found.append(["rlearner", "status", "--dir", "gone"])
     found += [
         ["rlearner", command, run]
         for command in ("audit", "status")
@@ -307,10 +307,8 @@ def attempt(command: list[str], folder: Path, number: int) -> str:
         )
     except subprocess.TimeoutExpired:
         return f"did not end within {LIMIT_S:g} s"
-    # a loaded machine is told of while a child is waited for
-    lines = [
-        line for line in done.stderr.strip().splitlines() if not line.endswith("still waiting")
-    ]
+    notes = "still waiting"  # on a loaded machine
+    lines = [line for line in done.stderr.splitlines() if not line.endswith(notes)]
     if done.returncode != 2:
         return f"exit code {done.returncode}: {' | '.join(lines[-2:])}"
     if "Traceback" in done.stderr + done.stdout:

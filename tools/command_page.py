@@ -43,7 +43,8 @@ value in parentheses is the default.
 
 ## Exit codes
 
-The same for all commands; [operations.md](operations.md#exit-codes) says what a supervisor does with them.
+The same for all commands; [operations.md](operations.md#supervisors) says what a supervisor does
+with them.
 
 | code | meaning | commands |
 |---|---|---|

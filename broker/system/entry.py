@@ -41,8 +41,8 @@ EXIT_CODES: Final = (
     ),
     ExitCode(
         EXIT_FAULT,
-        "an internal error (with a traceback), a broker that lost its store during work (one line), "
-        "or differences found",
+        "an internal error (with a traceback), a broker that lost its store during work (one "
+        "line), or differences found",
         "all; `doctor` if something is missing, `audit`, `replay`",
     ),
     ExitCode(
@@ -53,8 +53,8 @@ EXIT_CODES: Final = (
     ExitCode(
         EXIT_STOPPED,
         "stopped by the user before the last step, or before the command finished",
-        "`rlearner start`, `up`, `eval`, `sft`, `dpo`, `distill`, `rm` and the operator's commands; "
-        "every process at a second signal",
+        "`rlearner start`, `up`, `eval`, `sft`, `dpo`, `distill`, `rm` and the operator's "
+        "commands; every process at a second signal",
     ),
     ExitCode(
         EXIT_OUTPUT_CLOSED,

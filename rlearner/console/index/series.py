@@ -72,8 +72,8 @@ def series(
             [labels.get(step, step) for step in steps],
             [times.get(step, 0.0) for step in steps],
             [value for _, value in points],
-            total,
-            means,
+            total=total,
+            means=means,
         )
     return series_by_name
 

@@ -95,9 +95,9 @@ export default {
       this.lines = this.lines.map((s) => {
         const more = news[s.name];
         if (!more) return s;
-        let x = [...s.x], y = [...s.y], means = [...(s.means || s.y)];
-        more[0].forEach((step, i) => { if (!x.length || step > x[x.length - 1]) { x.push(step); y.push(more[1][i]); means.push(more[1][i]); } });
-        if (x.length > this.size) [x, y, means] = [x, y, means].map((all) => all.filter((_, i) => i % 2 || i > x.length - 100));
+        let x = [...s.x], y = [...s.y], means = s.means && [...s.means];
+        more[0].forEach((step, i) => { if (!x.length || step > x[x.length - 1]) { x.push(step); y.push(more[1][i]); means?.push(more[1][i]); } });
+        if (x.length > this.size) [x, y, means] = [x, y, means].map((all) => all?.filter((_, i) => i % 2 || i > x.length - 100));
         return Object.freeze({ ...s, x, y, means });
       });
       this.draw();

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from broker.system import entry
 from tools import command_page
 
 
@@ -20,3 +21,11 @@ def test_command_page_has_each_argument() -> None:
     assert "| `--share-gpus` | learner and rollout servers take turns" in page
     assert "\n    rlearner up configs/quickstart.yaml run.name=quick" in page
     assert "## broker dead retry\n" in page
+
+
+def test_each_exit_code_is_in_the_table() -> None:
+    constants = {name: value for name, value in vars(entry).items() if name.startswith("EXIT_")}
+    codes = {value for value in constants.values() if isinstance(value, int)}
+    assert {row.code for row in entry.EXIT_CODES} == codes
+    page = command_page.render()
+    assert all(f"| {code} | " in page for code in codes)
