@@ -49,6 +49,7 @@ EXAMPLES: Final = {
     "broker permissions": [
         "broker permissions --run quick --keys keys > rlearner.conf",
         "broker permissions --run quick --role envhub rewardhub --login password",
+        "broker permissions --run quick --keys keys --login jwt > accounts.sh",
     ],
     "broker dead": ["broker dead list", "broker dead show 3"],
     "broker dead list": ["broker dead list --run quick"],

@@ -25,8 +25,8 @@ from broker.identity.accounts import (
 # of each identity of a joining role: a fleet's processes share the key of their user or host, and
 # each connection may hold 64 MiB that its client does not read
 CONNECTIONS: Final = 1024
-REPLY_WITHIN: Final = '"10m"'  # the server forgets where the reply to a request goes
-LOGINS: Final = ("nkey", "password", "certificate")
+REPLY_WITHIN_S: Final = 600  # then the server forgets where the reply to a request goes
+LOGINS: Final = ("nkey", "password", "certificate", "jwt")
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def _format_users(users: Iterable[ServerUser]) -> list[str]:
 
 def _format_export(export: Export) -> str:
     more = ", response: stream" if export.has_many_replies else ""
-    more += f", response_threshold: {REPLY_WITHIN}" if export.is_request else ""
+    more += f', response_threshold: "{REPLY_WITHIN_S}s"' if export.is_request else ""
     return f"      {{ service: {json.dumps(export.subject)}{more} }}"
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from typing import Any
 
 import nats
 import pytest
+from jwt_accounts import imported_account, operator_lines
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 from own_server import own_server
@@ -64,7 +66,7 @@ def passwords(folder: Path) -> dict[str, str]:
     return variables
 
 
-@pytest.fixture(scope="module", params=["nkey", "password"])
+@pytest.fixture(scope="module", params=["nkey", "password", "jwt"])
 def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[str, Path]]:
@@ -72,18 +74,39 @@ def server(
     folder = tmp_path_factory.mktemp("own")
     login = request.param
     keys = folder / "keys"
-    named = ["--keys", str(keys)] if login == "nkey" else []
+    named = ["--keys", str(keys)] if login in ("nkey", "jwt") else []
     made = permissions("--run", RUN, "--run", OTHER, "--login", login, *named)
     assert made.returncode == 0, made.stderr
-    with own_server(folder / "server", include=made.stdout, env=passwords(folder)) as url:
+    lines = imported_accounts(made.stdout) if login == "jwt" else made.stdout
+    with own_server(folder / "server", include=lines, env=passwords(folder)) as url:
         yield url, folder
+
+
+def imported_accounts(commands: str) -> str:
+    """Return the configuration of a server whose operator has run the commands of nsc."""
+    words = [shlex.split(line, comments=True) for line in commands.splitlines()]
+    *imports, push = filter(None, words)
+    assert push == ["nsc", "push", "--all"]
+    jwts = list[str]()
+    for line in imports:
+        assert line[:4] == ["nsc", "import", "account", "--file"]
+        assert line[5:] == ["--overwrite", "--skip"]
+        jwts.append(Path(line[4]).read_text())
+    return operator_lines(dict(map(imported_account, jwts)))
+
+
+def user_file(folder: Path, role: str, run: str, suffix: str) -> Path:
+    name = f"operator.{suffix}" if role == "operator" else f"{run}/{role}.{suffix}"
+    return folder / "keys" / name
 
 
 def log_in(monkeypatch: pytest.MonkeyPatch, folder: Path, role: str, run: str = RUN) -> None:
     """Name the login of a role in the environment."""
+    if (folder / "keys" / "accounts").is_dir():
+        monkeypatch.setenv(cluster_login.CREDS, str(user_file(folder, role, run, "creds")))
+        return
     if (folder / "keys").is_dir():
-        file = folder / "keys" / ("operator.key" if role == "operator" else f"{run}/{role}.key")
-        monkeypatch.setenv(cluster_login.NKEY, str(file))
+        monkeypatch.setenv(cluster_login.NKEY, str(user_file(folder, role, run, "key")))
         return
     monkeypatch.setenv(cluster_login.USER, role if role == "operator" else f"{run}.{role}")
     monkeypatch.setenv(cluster_login.PASSWORD, str(folder / f"{run}.{role}.password"))
@@ -182,8 +205,10 @@ async def test_a_hub_writes_neither_what_the_run_follows_nor_another_run(
     async def note(error: Exception) -> None:
         refused.append(str(error))
 
-    if (folder / "keys").is_dir():
-        shown: dict[str, Any] = {"nkeys_seed": str(folder / "keys" / RUN / f"{role}.key")}
+    if (folder / "keys" / "accounts").is_dir():
+        shown: dict[str, Any] = {"user_credentials": str(user_file(folder, role, RUN, "creds"))}
+    elif (folder / "keys").is_dir():
+        shown = {"nkeys_seed": str(user_file(folder, role, RUN, "key"))}
     else:
         password = (folder / f"{RUN}.{role}.password").read_text().strip()
         shown = {"user": f"{RUN}.{role}", "password": password}
@@ -244,6 +269,25 @@ def test_seeds_stay_in_the_folder(tmp_path: Path) -> None:
     assert made.stdout.count("nkey:") == 6
 
 
+def test_the_accounts_of_an_operator_stay_the_same(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    arguments = ["--login", "jwt", "--keys", str(keys)]
+    made = permissions("--run", RUN, *arguments)
+    names = {file.stem for file in (keys / "accounts").glob("*.jwt")}
+    roles = (*HUBS, "observer")
+    assert names == {"RLEARNER", "RLEARNER_RELAY", *(f"RLEARNER_{RUN}_{role}" for role in roles)}
+    accounts = dict(
+        imported_account(file.read_text()) for file in (keys / "accounts").glob("*.jwt")
+    )
+    for file in keys.rglob("*"):
+        assert file.stat().st_mode & 0o77 == 0
+        if file.suffix in (".nk", ".key"):
+            assert file.read_text().strip() not in made.stdout + made.stderr
+    assert permissions("--run", RUN, *arguments).stdout == made.stdout
+    again = dict(imported_account(file.read_text()) for file in (keys / "accounts").glob("*.jwt"))
+    assert again == accounts
+
+
 def test_only_the_runs_and_roles_that_are_named(tmp_path: Path) -> None:
     keys = ["--keys", str(tmp_path / "keys")]
     permissions("--run", OTHER, *keys)
@@ -258,6 +302,7 @@ def test_only_the_runs_and_roles_that_are_named(tmp_path: Path) -> None:
     ("arguments", "says"),
     [
         (["--run", RUN], "error: --login nkey needs --keys FOLDER (or RL_BROKER_KEYS)"),
+        (["--run", RUN, "--login", "jwt"], "error: --login jwt needs --keys FOLDER"),
         (["--run", "a b", "--login", "password"], "error: --run: 'a b' is not allowed"),
         (
             ["--run", "a-b", "--run", "a_b", "--login", "password"],

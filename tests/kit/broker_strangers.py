@@ -86,14 +86,14 @@ async def stranger(url: str, role: str, run: str) -> AsyncIterator[Stranger]:
     async def note(error: Exception) -> None:
         one.refused.append(str(error))
 
-    await one.client.connect(
-        url,
-        nkeys_seed_str=login.key.seed,
-        inbox_prefix=one.inbox,
-        error_cb=note,
-        allow_reconnect=False,
-    )
     try:
+        await one.client.connect(
+            url,
+            nkeys_seed_str=login.key.seed,
+            inbox_prefix=one.inbox,
+            error_cb=note,
+            allow_reconnect=False,
+        )
         yield one
     finally:
         await one.client.close()
