@@ -114,15 +114,20 @@ class SampledAnswers:
             words, calls = tool_calls.split_calls(answer.text, syntax, answer.prefix, most_calls)
             if not _are_same_calls(message.tool_calls, calls):
                 return False
-        if not isinstance(message, AssistantMessage):
+        is_apart = isinstance(message, AssistantMessage) or message.reasoning_content is not None
+        if not is_apart:
             return words == message.text
         is_same = self._without_reasoning(words) == message.text.strip()
         return is_same and self._has_reasoning(message, words)
 
-    def _has_reasoning(self, message: AssistantMessage, text: str) -> bool:
+    def _has_reasoning(self, message: ChatMessage, text: str) -> bool:
         """Return whether the reasoning of a message, if it has any, is that of a text."""
         reasoning, _ = split_thinking(text, is_open=opens_thinking(self._tokenizer))
-        return message.thinking.strip() in ("", reasoning)
+        if isinstance(message, AssistantMessage):
+            own_reasoning = message.thinking
+        else:
+            own_reasoning = message.reasoning_content or ""
+        return own_reasoning.strip() in ("", reasoning.strip())
 
     def _without_reasoning(self, text: str) -> str:
         _, words = split_thinking(text, is_open=opens_thinking(self._tokenizer))

@@ -23,6 +23,7 @@ from pydantic import (
 from broker.contract import strict
 from broker.settings.sections import sentence
 from rlearner_text.openai.http_errors import HttpError
+from rlearner_text.thinking import with_thinking
 
 B = TypeVar("B", bound="GenerationBody")
 P = TypeVar("P", bound="StrictModel")
@@ -167,12 +168,17 @@ class ResponseFormat(StrictModel):
 
 
 class ChatMessage(StrictModel):
-    """One turn of a conversation."""
+    """One turn of a conversation.
+
+    Attributes:
+        reasoning_content: of an answer that comes back, where the client keeps it apart.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[ContentPart], Field(max_length=MOST_PARTS)] | None = None
     tool_calls: Annotated[list[MessageToolCall], Field(max_length=MOST_PARTS)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -194,13 +200,14 @@ class ChatMessage(StrictModel):
     @property
     def characters(self) -> int:
         """Characters of its text and of the arguments of its calls."""
-        return len(self.text) + sum(len(call.function.arguments) for call in self.tool_calls or ())
+        calls = sum(len(call.function.arguments) for call in self.tool_calls or ())
+        return len(self.text) + len(self.reasoning_content or "") + calls
 
     def plain(self) -> dict[str, Any]:
         """Return the message in the form of chat templates."""
         plain: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,
-            "content": self.text,
+            "content": with_thinking(self.reasoning_content or "", self.text),
         }
         for call in self.tool_calls or ():
             function = {
@@ -218,6 +225,8 @@ class ChatMessage(StrictModel):
     def _says_something(self) -> Self:
         if self.content is None and not self.tool_calls:
             raise ValueError("content must be given")
+        if self.reasoning_content and self.role != "assistant":
+            raise ValueError("reasoning_content is for role 'assistant' only")
         return self
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 DEVICE: Final = "outside0"
+OTHER_END: Final = "outside1"
 ADDRESS: Final = "10.253.0.1/24"
 NAME_SERVER: Final = "127.0.0.1"
 INSIDE: Final = "RL_HARNESSES_INSIDE"
@@ -40,8 +41,12 @@ def run_command(*command: str) -> None:
 def prepare_network() -> None:
     """Give this network loopback, and a default route to nowhere."""
     run_command("ip", "link", "set", "lo", "up")
-    run_command("ip", "link", "add", DEVICE, "type", "dummy")
+    # a cable whose other end nobody listens at; without ARP, packets are sent to it at once
+    run_command(
+        "ip", "link", "add", DEVICE, "arp", "off", "type", "veth", "peer", "name", OTHER_END
+    )
     run_command("ip", "address", "add", ADDRESS, "dev", DEVICE)
+    run_command("ip", "link", "set", OTHER_END, "up")
     run_command("ip", "link", "set", DEVICE, "up")
     run_command("ip", "route", "add", "default", "dev", DEVICE)
     with tempfile.NamedTemporaryFile("w", suffix=".conf", delete=False) as file:

@@ -1,7 +1,7 @@
 """Serves a retriever over HTTP, in the form of Search-R1 (Jin et al. 2025, arXiv:2503.09516).
 
-    POST /retrieve   {"queries": ["…"], "topk": 3, "return_scores": true}
-    200              {"result": [[{"document": {"id": "7", "contents": "title\\ntext"}, "score": 0.9}]]}
+    POST /retrieve {"queries": ["…"], "topk": 3, "return_scores": true}
+    {"result": [[{"document": {"id": "7", "contents": "title\\ntext"}, "score": 0.9}]]}
 
 Without ``return_scores`` the inner lists hold the documents themselves. ``GET /health`` answers
 ``{"status": "serving", "documents": 100}``. Queries that arrive while others are encoded are

@@ -8,14 +8,14 @@ from typing import Any
 
 import msgspec
 
-from envhub.envs.base import Environment, History, Observation, Split
+from envhub.envs.base import Environment, History, Isolation, Observation, Split
 from envhub.envs.text.qa import QuestionAnswer, QuestionAnswerArgs
 
 
 class QuestionEnvironment(Environment):
     """One question at a time."""
 
-    isolation = "thread"  # its steps wait for the tool
+    isolation: Isolation = "thread"  # its steps wait for the tool
 
     def __init__(self, args: Any) -> None:
         super().__init__(args)

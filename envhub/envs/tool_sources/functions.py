@@ -15,7 +15,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
@@ -35,7 +34,7 @@ from envhub.envs.tool_sources.base import (
     ToolSource,
     ToolSpec,
 )
-from envhub.envs.tool_sources.process import GUARD
+from envhub.envs.tool_sources.process import guarded
 from envhub.envs.tool_sources.secret_values import find_values
 
 WORKER = "envhub.envs.tool_sources.function_worker"
@@ -85,7 +84,6 @@ class FunctionSource(ToolSource):
         env = find_values(self.args.env, f"tools.{self.name}.env")
         ours, theirs = socket.socketpair()
         output = self._output = WorkerOutput(f"tools {self.name}")
-        guard = [sys.executable, "-I", "-S", GUARD, str(os.getpid())]
         with theirs:
             try:
                 child = await asyncio.to_thread(
@@ -93,10 +91,10 @@ class FunctionSource(ToolSource):
                     WORKER,
                     theirs,
                     output.file,
-                    self.args.functions,
-                    signal.SIGTERM,
+                    arguments=self.args.functions,
+                    death_signal=signal.SIGTERM,
                     env=env,
-                    within=guard,
+                    within=guarded([]),
                 )
             except OSError as error:
                 ours.close()

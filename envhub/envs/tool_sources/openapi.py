@@ -42,6 +42,7 @@ METHODS: Final = ("get", "post", "put", "patch", "delete")
 OUTAGES: Final = (502, 503, 504)
 MAX_DEPTH: Final = 32  # of references within references
 BODY: Final = "body"
+JSON_TYPE: Final = "application/json"
 
 
 class OpenApiArgs(Section):
@@ -223,11 +224,11 @@ def _read_operation(
             required.append(parameter["name"])
     if request := _inlined(description, operation.get("requestBody") or {}):
         content = request.get("content") or {}
-        if "application/json" not in content:
-            raise ValueError(f"{name}: its body is not application/json")
+        if JSON_TYPE not in content:
+            raise ValueError(f"{name}: its body is not {JSON_TYPE}")
         if BODY in properties:
             raise ValueError(f"{name}: a parameter has the name {BODY}")
-        properties[BODY] = content["application/json"].get("schema") or {}
+        properties[BODY] = content[JSON_TYPE].get("schema") or {}
         if request.get("required"):
             required.append(BODY)
     about = operation.get("description") or operation.get("summary") or ""

@@ -23,6 +23,11 @@ CHUNK_BYTES: Final = 1 << 16
 KEPT_CHUNKS: Final = 4
 
 
+def guarded(command: Sequence[str]) -> list[str]:
+    """Return the command below a guard of this process."""
+    return [sys.executable, "-I", "-S", GUARD, str(os.getpid()), *command]
+
+
 class GuardedProcess:
     """A running command with pipes.
 
@@ -49,8 +54,7 @@ class GuardedProcess:
             OSError: if no process can be started.
         """
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-I", "-S", GUARD, str(os.getpid())),
-            *command,
+            *guarded(command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,

@@ -76,7 +76,7 @@ class ArgumentChecker:
         import referencing
 
         # without it, a reference to an address would be fetched
-        closed = referencing.Registry()  # type: ignore[var-annotated]
+        closed = referencing.Registry()
         self._validators = {
             spec.name: jsonschema.Draft202012Validator(spec.parameters, registry=closed)
             for spec in specs

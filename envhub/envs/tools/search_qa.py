@@ -3,9 +3,9 @@ arXiv:2503.09516).
 
 ``<search>words</search>``, or a tool call of that name with a ``query``, shows the best documents
 within ``<information>``; ``<answer>…</answer>`` ends the episode and is scored against the
-reference. The documents come from ``corpus`` by BM25, or from ``retriever``, a server in Search-R1's
-form such as ``envhub retriever``; without an answer of that the episode fails and is tried again. Set ``sampling.stop: ["</search>", "</answer>"]``, so that the model does not invent
-search results.
+reference. The documents come from ``corpus`` by BM25, or from ``retriever``, a server in the form
+of Search-R1, such as ``envhub retriever``; without its answer the episode fails and is tried again.
+Set ``sampling.stop: ["</search>", "</answer>"]``, so that the model does not invent search results.
 """
 
 from __future__ import annotations

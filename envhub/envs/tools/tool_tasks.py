@@ -5,7 +5,7 @@
       path: tasks.jsonl
       tools:
         files: {kind: mcp, args: {command: [python, files_server.py]}}
-        wiki: {kind: mcp, args: {url: "https://host/mcp", headers: {X-Key: {env: WIKI_KEY}}}, shared: true}
+        wiki: {kind: mcp, shared: true, args: {url: "https://host/mcp"}}
         sums: {kind: functions, args: {functions: ["./tools.py:add"]}}
 
 The chat template shows the tools to the policy. A turn may call several; their results are one

@@ -10,6 +10,7 @@ from template_models import make_tokenizer_folder
 
 from envhub.agents.sampled_answers import SampledAnswers
 from rlearner_text.anthropic.messages import PromptBody, chat_of
+from rlearner_text.openai.http_errors import HttpError
 from rlearner_text.openai.request_bodies import ChatBody, parse
 from rlearner_text.openai.tool_calls import prefix_of
 from rlearner_text.tokenizer import Tokenizer
@@ -72,6 +73,38 @@ def find(answers: SampledAnswers, content: Any, *before: dict[str, Any]) -> str 
 def test_answers_with_calls(tokenizer: Tokenizer, content: Any, is_found: bool) -> None:
     expected = CALL if is_found else None
     assert find(answers_of(tokenizer, CALL), content) == expected
+
+
+FUNCTION = {"name": "f", "arguments": '{"b": true, "n": 2}'}
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_found"),
+    [
+        ({"reasoning_content": "so"}, True),
+        ({"reasoning_content": "\nso "}, True),
+        ({"reasoning_content": ""}, True),
+        ({"reasoning_content": "no"}, False),
+        ({"reasoning_content": "so", "content": "no"}, False),
+        ({}, False),  # the text says nothing of it
+        ({"content": "<think>so</think>ok"}, True),
+    ],
+)
+def test_clients_may_keep_reasoning_apart(
+    tokenizer: Tokenizer, fields: dict[str, Any], is_found: bool
+) -> None:
+    calls = [{"id": f"{PREFIX}00", "type": "function", "function": FUNCTION}]
+    message = {"role": "assistant", "content": "ok", "tool_calls": calls, **fields}
+    body = chat_body(HELLO, message)
+    expected = {1: CALL} if is_found else {}
+    assert answers_of(tokenizer, CALL).find_texts(body) == expected
+
+
+def test_reasoning_that_is_kept_apart_is_part_of_the_prompt() -> None:
+    body = chat_body(HELLO, {"role": "assistant", "content": "ok", "reasoning_content": "so"})
+    assert body.messages[1].plain()["content"] == "<think>\nso\n</think>\n\nok"
+    with pytest.raises(HttpError, match="reasoning_content is for role 'assistant' only"):
+        chat_body(HELLO | {"reasoning_content": "so"})
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from broker.settings import runspec
 from broker.settings.run_settings import NAMED_SECTIONS
 from envhub.cli import demos_parser, render_parser
 from envhub.cli import parser as envhub_parser
+from envhub.retriever_cli import retriever_parser
 from learner.offline import config as offline
 from rewardhub.cli import parser as rewardhub_parser
 from rlearner.cli import make_parser
@@ -129,6 +130,7 @@ PARSERS: Final[Mapping[str, Callable[[], argparse.ArgumentParser]]] = {
     "envhub": envhub_parser,
     "envhub demos": demos_parser,
     "envhub render": render_parser,
+    "envhub retriever": retriever_parser,
     "rewardhub": rewardhub_parser,
 }
 

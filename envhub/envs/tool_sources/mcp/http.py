@@ -14,7 +14,7 @@ CONNECT_S: Final = 10.0
 READ_S: Final = 3600.0
 
 
-class TooLarge(httpx2.StreamError):
+class OversizedAnswer(httpx2.StreamError):
     """A server answered more than is read."""
 
 
@@ -27,7 +27,7 @@ class _BoundedStream(httpx2.AsyncByteStream):
         async for data in self._stream:
             size += len(data)
             if size > MAX_MESSAGE_BYTES:
-                raise TooLarge(f"the answer is larger than {MAX_MESSAGE_BYTES} bytes")
+                raise OversizedAnswer(f"the answer is larger than {MAX_MESSAGE_BYTES} bytes")
             yield data
 
     async def aclose(self) -> None:
