@@ -241,4 +241,4 @@ $(HARBOR)/ready:
 # Sandboxes of episodes over every provider, with podman, buildah and a small image: two minutes; needs root and Debian for the packages.
 test-sandboxes: setup
 	command -v podman buildah busybox >/dev/null || { apt-get update -qq && apt-get install -y -qq --no-install-recommends podman buildah crun busybox-static; }
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/contract/test_sandbox_providers.py tests/contract/test_sandbox_faults.py -v
+	RL_PODMAN=1 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 tests/contract/test_sandbox_providers.py tests/contract/test_sandbox_faults.py -v

@@ -9,7 +9,7 @@ finished run is a file in the output folder and is not repeated while its settin
 more distillation has its teacher's server killed (SIGKILL) during the run. The last line is one
 JSON object:
 
-- ``teacher``, ``student_start``, ``student_end``, ``grpo_end``: success on 512 held-out lakes; the
+- ``teacher``, ``student_start``, ``student_end``, ``grpo_end``: success on 256 held-out lakes; the
   ends at each method's best learning rate; ``ends``: at each of them.
 - ``target``: 0.05 below the teacher, or GRPO's best if that is lower; ``samples``, ``grpo_samples``:
   trained episodes until the first evaluation at the target, at the best learning rate;
@@ -60,9 +60,10 @@ class Scale:
     """Steps of the runs, and held-out tasks of their evaluations."""
 
     teacher_steps: int = 40
-    steps: int = 40
+    steps: int = 60
+    killed_steps: int = 20
     grpo_steps: int = 100
-    tasks: int = 512
+    tasks: int = 256
     lrs: Sequence[float] = LRS
     kills: int = KILLS
     overrides: tuple[str, ...] = ()
@@ -71,6 +72,7 @@ class Scale:
 SMALL: Final = Scale(
     teacher_steps=1,
     steps=2,
+    killed_steps=2,
     grpo_steps=2,
     tasks=8,
     lrs=LRS[:1],
@@ -253,7 +255,7 @@ def measure(cache: RunCache, scale: Scale) -> dict[str, Any]:
         sweeps["distill"].append(cache.run(f"distill-{lr}", STUDENT, settings, teacher=weights))
         settings = [*GRPO, *common, *grpo, f"train.lr={lr}"]
         sweeps["grpo"].append(cache.run(f"grpo-{lr}", STUDENT, settings))
-    settings = [*common, f"train.steps={scale.steps}", "eval.every_steps=0"]
+    settings = [*common, f"train.steps={scale.killed_steps}", "eval.every_steps=0"]
     killed = cache.run("killed", STUDENT, settings, teacher=weights, kills=scale.kills)
     curves = {
         method: [result.evaluations for result in results] for method, results in sweeps.items()
@@ -277,9 +279,7 @@ def measure(cache: RunCache, scale: Scale) -> dict[str, Any]:
 def run_teacher(cache: RunCache, scale: Scale, common: list[str]) -> tuple[RunResult, str]:
     """Return the teacher's result, and the folder of its weights."""
     steps = f"train.steps={scale.teacher_steps}"
-    every = [
-        f"{section}.every_steps={scale.teacher_steps}" for section in ("eval", "checkpoint")
-    ]
+    every = [f"{section}.every_steps={scale.teacher_steps}" for section in ("eval", "checkpoint")]
     result = cache.run("teacher", "configs/quickstart.yaml", [*TEACHER, *common, steps, *every])
     weights = Path(result.folder) / "checkpoints" / f"step-{scale.teacher_steps:06d}"
     return result, str(weights)

@@ -159,16 +159,12 @@ async def _measure_kills(folder: Path, kills: int) -> dict[str, int]:
             rewards += await _kill_warden(provider, seen)
     await provider.close()
     remove_leftovers(folder)
-    deadline = time.monotonic() + 10
-    while (alive := _alive(seen)) and time.monotonic() < deadline:
-        await asyncio.sleep(0.05)
-    folders = list((folder / "live").iterdir())
-    mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").count(str(folder))
+    alive, others = await asyncio.to_thread(_count_leftovers, folder, seen)
     return {
         "provider_kills": kills,
         "killed_episodes": len(rewards),
         "zero_rewards": sum(reward == 0 for reward in rewards),
-        "leaked": len(alive) + len(folders) + mounts,
+        "leaked": alive + others,
     }
 
 
@@ -208,6 +204,15 @@ def _kill_user(folder: Path, seen: set[tuple[int, int]]) -> None:
 def _note_family(pid: int, seen: set[tuple[int, int]]) -> None:
     family = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
     seen |= {(member, start_ticks(member)) for member in family}
+
+
+def _count_leftovers(folder: Path, seen: set[tuple[int, int]]) -> tuple[int, int]:
+    """Return how many processes are left after a while, and how many folders and mounts."""
+    deadline = time.monotonic() + 10
+    while _alive(seen) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    mounts = Path("/proc/self/mountinfo").read_text(encoding="utf-8").count(str(folder))
+    return len(_alive(seen)), len(list((folder / "live").iterdir())) + mounts
 
 
 def _alive(seen: set[tuple[int, int]]) -> list[int]:

@@ -143,11 +143,9 @@ def _play(
             seat = seats.setdefault(view.seat, _SeatDemonstration(domain, view.history))
             seat.observe(view.text)
             action = environment.demonstrate(rng, noise)
-            step: Any
-            if isinstance(action, str):
-                step = _await_result(runner, environment.step(action))
-            else:
-                step = _await_result(runner, environment.use(action))
+            is_text = isinstance(action, str)
+            act: Any = environment.step if is_text else environment.use
+            step: Any = _await_result(runner, act(action))
             seat.act(action)
             success = step.success
             view = step.observation

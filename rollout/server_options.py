@@ -24,8 +24,9 @@ def server_section(settings: RunSettings, options: argparse.Namespace) -> Rollou
     applied.
 
     The section of a server for a teacher of the run is what section ``teachers`` says, and
-    ``policies`` for those that play. Only this section and its relation to the domains are checked: files of other roles need not exist on
-    this machine. An engine other than the run's own does not inherit its ``engine_args``.
+    ``policies`` for those that play. Only this section and its relation to the domains are checked:
+    files of other roles need not exist on this machine. An engine other than the run's own does not
+    inherit its ``engine_args``.
 
     Raises:
         UserError: if an override is malformed, or a value is not allowed.

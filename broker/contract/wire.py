@@ -201,7 +201,7 @@ class Trajectory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     # index of the episode in the group, from 0; samples of one episode's turns share it. If the
-    # policy plays k seats of an episode, these are k episodes here: k * episode + number of its seat
+    # policy plays k seats of an episode, these are k episodes here: k * episode + seat's number
     episode: int
     token_ids: Column  # <i4, shape (n,): prompt, sampled and environment tokens
     loss_mask: Column  # |u1, shape (n,): 1 where the token was sampled by the policy

@@ -314,8 +314,8 @@ class DomainSection(Section):
     harmless = (
         "system_prompt", "examples", "weight", "group_size", "min_group_size",
         "group_size_redundancy", "straggler_factor", "max_turns", "context", "history_length",
-        "anchors", "thinking", "max_context_tokens", "deadline_s", "score_ahead", "teacher", "policy",
-        "seats", "rotate_seats",
+        "anchors", "thinking", "max_context_tokens", "deadline_s", "score_ahead", "teacher",
+        "policy", "seats", "rotate_seats",
     )  # fmt: skip
 
     # a name of the registry in envhub/envs, or a dotted path or file path to a class

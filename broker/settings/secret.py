@@ -28,8 +28,8 @@ _ENV: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 class SecretRef(Section):
     """Where a secret is: an environment variable or a file, of the process that uses it."""
 
-    env: str | None = None
-    file: str | None = None
+    env: str | None = None  # name of the variable
+    file: str | None = None  # path of the file, which others must not be able to read
 
     @pydantic.model_validator(mode="before")
     @classmethod

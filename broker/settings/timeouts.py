@@ -5,7 +5,7 @@ A turn < an episode < a group < a ticket:
 | key | null means |
 |---|---|
 | envhub.generate_timeout_s | sampling.max_tokens / envhub.min_tokens_per_s, at least 120 s |
-| envhub.episode_timeout_s | max_turns * seats * (a turn + envhub.step_timeout_s) + 2 * step_timeout_s |
+| envhub.episode_timeout_s | max_turns * seats * (a turn + step_timeout_s) + 2 * step_timeout_s |
 | domains.*.deadline_s | (waves + 1) * an episode; waves: a group's episodes / envhub.n, up |
 | train.ticket_timeout_s | 2 * (deadline_s + longest time of reward hubs for a group) |
 | eval.timeout_s | train.ticket_timeout_s, at least 600 s |

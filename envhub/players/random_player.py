@@ -8,7 +8,7 @@ from broker.settings.config import Section
 from envhub.players.base import Player, PlayerView
 
 
-class RandomArgs(Section):
+class ChoiceArgs(Section):
     """``args`` of ``random``."""
 
     harmless = ("choices",)
@@ -20,10 +20,10 @@ class RandomArgs(Section):
 class RandomPlayer(Player):
     """Draws from the legal actions."""
 
-    Args = RandomArgs
+    Args = ChoiceArgs
     isolation = "none"
 
-    args: RandomArgs
+    args: ChoiceArgs
 
     def begin(self, seat: str, seed: int) -> None:
         self._rng = random.Random(seed)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+import re
 from typing import Annotated, Final
 
 from pydantic import Field
 
 from broker.settings.config import Section
-from envhub.envs.games.board_game import BoardGame
+from envhub.envs.games.board_game import EMPTY, BoardGame
 from envhub.envs.games.connect_four import ConnectFour
 from envhub.envs.games.tic_tac_toe import TicTacToe
 from envhub.players.base import Player, PlayerView
@@ -39,7 +40,7 @@ class BoardSolver(Player):
 
     def act(self, view: PlayerView) -> str:
         seat, _, board = view.text.partition("\n")
-        cells = board.replace("\n", "")
+        cells = re.sub(r"\d", EMPTY, board.replace("\n", ""))
         if len(cells) not in GAMES:
             raise ValueError("the solver plays tic_tac_toe and connect_four only")
         if self._rng.random() < self.args.noise:

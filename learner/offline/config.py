@@ -51,10 +51,8 @@ class DataSection(Section):
     # leave out training rows that have the same words as an earlier one
     deduplicate: bool = False
     # leave out training rows whose question stands in the held-out rows of ``eval`` or
-    # ``eval_split``
+    # ``eval_split``, or has 13 words in a row in common with one
     decontaminate: bool = False
-    # words in a row that a question has in common with a held-out one to be left out
-    overlap_words: Annotated[int, Field(ge=3)] = 13
     # of the rows of ``train``, taken from its end
     eval_share: Annotated[float, Field(ge=0, lt=1)] = 0.05
     # longer rows are cut (sft, distill) or omitted (dpo, rm); null: the model's
@@ -317,6 +315,8 @@ def first_changed_key(
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             if (changed_key := first_changed_key(old, new, f"{name}.")) is not None:
                 return changed_key
+        elif key not in old_config and new is False:
+            continue  # an option that is younger than the run, and off
         elif old != new and not _may_change(name):
             return name
     return None

@@ -16,6 +16,8 @@ from rlearner_text.rows.reading import read_rows
 if TYPE_CHECKING:
     from learner.offline.data import SupervisedDialogue
 
+# Words in a row that a question has in common with a held-out one: the default of ``qa``.
+OVERLAP_WORDS: Final = 13
 # Reasons that the log counts.
 REPEATED: Final = "it repeats an earlier row"
 EVALUATED: Final = "its question stands in the held-out rows"
@@ -55,7 +57,7 @@ def make_filter(data: DataSection, key: str, read_row: ReadRow) -> RowFilter:
     evaluated = None
     source = data.held_out_source()
     if data.decontaminate and source is not None:
-        evaluated = QuestionIndex(data.overlap_words)
+        evaluated = QuestionIndex(OVERLAP_WORDS)
         for _, row in read_rows(source, "data.eval"):
             # Malformed rows are reported where they are read to be evaluated.
             with suppress(ValueError):

@@ -9,7 +9,7 @@ from rlearner.plan.demands import Demands
 from rlearner.plan.facts import Machine, Memory, ModelFacts
 from rlearner.plan.layouts import count_servers, learner_layouts, rank_choices, server_layouts
 from rlearner.plan.serving_memory import ServerLayout, ServerMemory, server_memory
-from rlearner.plan.teachers import TeacherFacts, TeacherServer, place_teachers
+from rlearner.plan.teacher_servers import TeacherFacts, TeacherServer, place_teachers
 from rlearner.plan.throughput import StepTimes, generate_seconds, train_seconds
 from rlearner.plan.training_memory import LearnerLayout, learner_memory
 

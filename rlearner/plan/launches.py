@@ -73,7 +73,5 @@ def host_launches(plan: Plan, machine: Machine, host: int, environments: int) ->
 def joining_roles(plan: Plan, machine: Machine, host: int | None = None) -> list[str]:
     """Return the roles that need join tokens on a host, by default on any host."""
     hosts = range(1, machine.hosts) if host is None else [host] * (host > 0)
-    launches = [
-        launch for number in hosts for launch in host_launches(plan, machine, number, 0)
-    ]
+    launches = [launch for number in hosts for launch in host_launches(plan, machine, number, 0)]
     return [role for role in JOINING if any(launch.role == role for launch in launches)]

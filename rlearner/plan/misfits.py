@@ -11,7 +11,7 @@ from rlearner.plan.candidates import Workload, most_ranks, serving_layouts
 from rlearner.plan.facts import GIB, Machine, Memory, Part
 from rlearner.plan.layouts import learner_layouts, rank_choices, server_layouts
 from rlearner.plan.serving_memory import ServerLayout, server_memory, slot_bytes
-from rlearner.plan.teachers import fit_teacher
+from rlearner.plan.teacher_servers import fit_teacher
 from rlearner.plan.training_memory import learner_memory
 
 _DIVIDED: Final = (

@@ -12,7 +12,7 @@ from rlearner.plan.candidates import Workload
 from rlearner.plan.demands import read_demands, read_serving
 from rlearner.plan.facts import Memory, ModelFacts
 from rlearner.plan.model_reader import read_model, reward_parts
-from rlearner.plan.teachers import TeacherFacts
+from rlearner.plan.teacher_servers import TeacherFacts
 from rlearner_text.config import ModelSection
 from rlearner_text.model_checks import check_trained_model
 from rollout.checks import teacher_section

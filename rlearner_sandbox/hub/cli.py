@@ -68,9 +68,7 @@ def parser() -> argparse.ArgumentParser:
     text = "let clients start sandboxes in this host's network"
     result.add_argument("--allow-host-network", action="store_true", help=text)
     text = "stop the sandboxes of a client that has been silent for so long (%(default)s)"
-    result.add_argument(
-        "--session-s", type=positive, default=60.0, metavar="SECONDS", help=text
-    )
+    result.add_argument("--session-s", type=positive, default=60.0, metavar="SECONDS", help=text)
     logs.add_options(result)
     return complete(result, EXAMPLES)
 

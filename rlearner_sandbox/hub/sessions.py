@@ -100,8 +100,7 @@ class Sessions:
         return len(names)
 
     async def end_silent(self) -> int:
-        """End the sessions that have been silent for too long; return how many sandboxes they had.
-        """
+        """End the sessions that have been silent for too long; return how many sandboxes they had."""
         limit = self._clock() - self._session_s
         silent = [session for session, heard in self._heard.items() if heard < limit]
         total = 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import re
+import resource
 import secrets
 import shutil
 import subprocess
@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import IO, Final
 
 from rlearner_sandbox.providers import archive
 from rlearner_sandbox.providers.base import ExecResult, OnOutput, SandboxError, SandboxSpec
@@ -126,7 +126,7 @@ class ContainerProvider:
         scope = ["-a"] if kind == "ps" else []
         form = f'{{{{.ID}}}} {{{{.Label "{LABEL}"}}}}'
         if kind == "images":
-            form = '{{.ID}} {{.Repository}}'
+            form = "{{.ID}} {{.Repository}}"
         words = [kind, *scope, "--filter", f"label={LABEL}", "--format", form]
         result = self._call_blocking(words)
         pairs = [line.split() for line in result.stdout.decode(errors="replace").splitlines()]
@@ -243,8 +243,7 @@ class ContainerSandbox:
                 "--label", f"{LABEL}={self._provider.owner_id}",
                 "--network", "none" if spec.network == "none" else "host",
                 "--memory", f"{spec.memory_mib}m", "--cpus", str(spec.cpus),
-                "--pids-limit", str(spec.processes), "--ulimit",
-                f"fsize={spec.disk_mib * _MIB}:{spec.disk_mib * _MIB}", "--cap-drop", "ALL",
+                "--pids-limit", str(spec.processes), *_limits(spec), "--cap-drop", "ALL",
                 *(part for name in CAPABILITIES for part in ("--cap-add", name)),
                 "--security-opt", "no-new-privileges", "--pull", "never",
                 "--entrypoint", "/bin/sh", *variables, *rootfs,
@@ -312,7 +311,7 @@ class ContainerSandbox:
         stdout, stderr = (pipe.finish() for pipe in pipes)
         for pipe in pipes:
             pipe.close()
-        if process.returncode in (TOOL_FAILED, 255) or not is_timed_out and process.returncode:
+        if process.returncode in (TOOL_FAILED, 255) or (not is_timed_out and process.returncode):
             await self._check_running(stderr)
         return ExecResult(
             exit_code=TIMED_OUT if is_timed_out else process.returncode or 0,
@@ -411,7 +410,7 @@ class ContainerSandbox:
                 archive.read_archive(renamed, str(target), trusted=False, max_bytes=max_bytes)
 
             await asyncio.to_thread(unpack)
-            if not os.path.lexists(target):
+            if not await asyncio.to_thread(os.path.lexists, target):
                 raise FileNotFoundError(f"{source} is neither a file nor a folder")
 
     async def snapshot(self) -> str:
@@ -451,6 +450,17 @@ class ContainerSandbox:
 
     async def _remove(self) -> None:
         await self._provider.call([*self._provider.remove_words, self._name], check=False)
+
+
+def _limits(spec: SandboxSpec) -> list[str]:
+    """Return the options that limit a container's processes."""
+    limits = {"fsize": spec.disk_mib * _MIB}
+    # The tool's own defaults may exceed what this process may give.
+    for name, kind in (("nofile", resource.RLIMIT_NOFILE), ("nproc", resource.RLIMIT_NPROC)):
+        hard = resource.getrlimit(kind)[1]
+        if hard != resource.RLIM_INFINITY:
+            limits[name] = hard
+    return [part for name, most in limits.items() for part in ("--ulimit", f"{name}={most}:{most}")]
 
 
 CAPABILITIES: Final = (

@@ -308,5 +308,3 @@ def _clear(path: str) -> None:
         remove_tree(Path(path))
     elif os.path.lexists(path):
         os.unlink(path)
-
-

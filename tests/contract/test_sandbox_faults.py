@@ -48,7 +48,7 @@ async def test_killed_warden_is_an_outage_and_the_next_start_works(
     sandbox = await provider.start(SandboxSpec())
     running = asyncio.ensure_future(sandbox.run_command("echo up; sleep 3233"))
     warden = psutil.Process(provider.link.pid)
-    while not any("3233" in " ".join(child.cmdline()) for child in _children(warden)):
+    while not any("3233" in " ".join(child.cmdline()) for child in _children(warden)):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     family = _children(warden)
     warden.kill()
@@ -106,7 +106,7 @@ asyncio.run(main())
 
 async def test_killed_hub_leaves_nothing_behind(provider: NamespaceProvider) -> None:
     folder = provider.state
-    with subprocess.Popen(
+    with subprocess.Popen(  # noqa: ASYNC220
         [sys.executable, "-c", USER, str(folder)], stdout=subprocess.PIPE
     ) as process:
         assert process.stdout is not None
@@ -240,7 +240,7 @@ async def test_hub_refuses_strangers_and_folders(tmp_path: Path) -> None:
             await client.start(SandboxSpec(image="/"))
         with pytest.raises(ValueError, match="not allowed by this hub"):
             await client.start(SandboxSpec(network="host"))
-        with pytest.raises(ValueError, match="user root alone|memory|limits"):
+        with pytest.raises(ValueError, match="limits are positive"):
             await client.start(SandboxSpec(memory_mib=-1))
         sandbox = await client.start(SandboxSpec())
         with pytest.raises(SandboxError, match="the hub has 1 sandboxes"):

@@ -10,7 +10,7 @@ from rlearner.plan.candidates import Plan, Workload
 from rlearner.plan.demands import Demands, read_demands
 from rlearner.plan.facts import GIB, ActivationFacts, Machine, Memory, ModelFacts
 from rlearner.plan.plans import make_plans
-from rlearner.plan.teachers import TeacherFacts
+from rlearner.plan.teacher_servers import TeacherFacts
 
 # eight billion parameters in 36 blocks
 MODEL = ModelFacts(

@@ -11,8 +11,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from rlearner_sandbox.providers import SandboxSpec  # noqa: E402
-from rlearner_sandbox.providers.namespace.provider import NamespaceProvider  # noqa: E402
+from rlearner_sandbox.providers import SandboxSpec
+from rlearner_sandbox.providers.namespace.provider import NamespaceProvider
 
 
 async def main(folder: Path) -> None:
@@ -38,8 +38,7 @@ async def main(folder: Path) -> None:
     try:
         await provider.start(SandboxSpec(user="agent"))
     except ValueError as error:
-        assert "user root alone" in str(error)
-        print("user")
+        print("user" if "user root alone" in str(error) else error)
     await provider.close()
     assert not list((folder / "state" / "live").iterdir())
     print("empty")

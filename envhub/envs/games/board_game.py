@@ -22,7 +22,7 @@ class BoardGameArgs(Section):
 
     harmless = ("illegal", "illegal_reward", "success", "random_plies", "answer_tag")
 
-    # what a text costs that is no legal move: lose ends the game, random plays a random move instead
+    # what a text costs that is no legal move: lose ends the game, random plays a random move
     illegal: Literal["lose", "random"] = "lose"
     # of that text; the other seat gets nothing for it
     illegal_reward: Annotated[float, Field(le=0)] = -1.0

@@ -1,11 +1,11 @@
 """Tic-tac-toe for two seats. Moves are 1 to 9: the squares in the order of reading.
 
-The player sees its mark and the board::
+The player sees its mark and the board, with the number of each free square::
 
     X
-    X.O
-    ...
-    ..O
+    X2O
+    456
+    78O
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class TicTacToe(BoardGame):
 
     @staticmethod
     def show(board: str) -> str:
-        return "\n".join(board[row : row + 3] for row in (0, 3, 6))
+        squares = [str(square + 1) if mark == EMPTY else mark for square, mark in enumerate(board)]
+        return "\n".join("".join(squares[row : row + 3]) for row in (0, 3, 6))
 
 
 @lru_cache(maxsize=8192)

@@ -1,7 +1,7 @@
 """Generated tiny programs: ``Write f(x): add 3, then multiply by 2.``
 
-The reference answers are tests for the reward ``code``, which runs the reply's program in a sandbox.
-Tasks with the same operations in the same order are one task.
+The reference answers are tests for the reward ``code``, which runs the reply's program in a
+sandbox. Tasks with the same operations in the same order are one task.
 """
 
 from __future__ import annotations
@@ -90,7 +90,5 @@ class ProgramTasks(GeneratedEnvironment):
 
     def demonstrate(self, rng: np.random.Generator, noise: float) -> str:
         """Return a program in which each operation is another with probability ``noise``."""
-        steps = tuple(
-            draw_step(rng) if rng.random() < noise else step for step in self.task.steps
-        )
+        steps = tuple(draw_step(rng) if rng.random() < noise else step for step in self.task.steps)
         return f"{FENCE}\n{write_program(steps)}\n{FENCE}"

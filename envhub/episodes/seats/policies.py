@@ -71,7 +71,7 @@ class PlayedPolicies:
         self._script_domains: dict[tuple[str, str], Domain] = {}
 
     def served_by(self, section: DomainSection) -> set[str]:
-        """Return the policies, served by rollout servers, that a domain cannot be played without."""
+        """Return the policies on rollout servers that a domain cannot be played without."""
         names = {name for entry in section.seats.values() for name in seat_policies(entry)}
         names.add(section.policy)
         return {

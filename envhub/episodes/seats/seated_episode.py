@@ -35,7 +35,7 @@ class SeatPlan:
 
     Attributes:
         players: policy of each seat, in the order of the environment.
-        measured: seats whose part is recorded: those of the trained policy, else the first player's.
+        measured: seats whose part is recorded: those of the trained policy, else the first one's.
     """
 
     players: Mapping[str, str]

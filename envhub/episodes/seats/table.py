@@ -55,8 +55,8 @@ class SeatTable:
             EpisodeFailed: if it gives the turn to no seat.
         """
         self._ticket = task.ticket
-        arguments = (task.task_index, task.split, task.seed)
-        view = observation("reset", await self._call("reset", *arguments))
+        result = await self._call("reset", task.task_index, task.split, task.seed)
+        view = observation("reset", result)
         self._give_turn("reset", view)
 
     async def wait_turn(self, seat: str) -> StepResult:

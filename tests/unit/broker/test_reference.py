@@ -49,7 +49,11 @@ def test_every_setting_of_a_run_is_described_once() -> None:
     described = [setting.key for setting in describe_settings()]
     assert len(described) == len(set(described))
     domain = {"env": "frozenlake", "rewards": [{"name": "format"}]}
-    named = {"domains": {"DOMAIN": domain}, "teachers": {"TEACHER": {}}}
+    named = {
+        "domains": {"DOMAIN": domain},
+        "teachers": {"TEACHER": {}},
+        "policies": {"POLICY": {"script": "random"}},
+    }
     values = RunSettings.model_validate(named).model_dump()
     # of sections, described by key
     lists = {"domains.DOMAIN.rewards", "domains.DOMAIN.examples", "algorithm.rejections"}

@@ -21,9 +21,9 @@ def play(game: BoardGame, moves: str) -> StepResult:
 def test_a_line_wins_tic_tac_toe() -> None:
     game = TicTacToe(BoardGameArgs())
     view = game.reset(0, "train", 1)
-    assert (view.seat, view.text, view.actions) == ("X", "X\n...\n...\n...", tuple("123456789"))
+    assert (view.seat, view.text, view.actions) == ("X", "X\n123\n456\n789", tuple("123456789"))
     step = game.step("5")
-    assert (step.observation.seat, step.observation.text) == ("O", "O\n...\n.X.\n...")
+    assert (step.observation.seat, step.observation.text) == ("O", "O\n123\n4X6\n789")
     assert step.observation.actions == tuple("12346789")
     assert (step.done, step.reward, step.seat_rewards) == (False, 0.0, {})
     end = play(game, "51397")
@@ -56,7 +56,7 @@ def test_random_plies_depend_on_the_task_alone() -> None:
     game = TicTacToe(BoardGameArgs(random_plies=4))
     openings = [game.reset(task, "train", 10 + task).text for task in range(50)]
     assert openings == [game.reset(task, "train", 10 + task).text for task in range(50)]
-    counts = {9 - text.partition("\n")[2].count(".") for text in openings}
+    counts = {text.partition("\n")[2].count("X") + text.partition("\n")[2].count("O") for text in openings}
     assert counts == {0, 1, 2, 3, 4}
     assert {text[0] for text in openings} == {"X", "O"}
 
@@ -100,7 +100,7 @@ def test_connect_four_solver_blocks_and_wins() -> None:
 def test_the_solver_reads_the_board_that_it_sees() -> None:
     player = BoardSolver(SolverArgs())
     player.begin("O", 3)
-    view = PlayerView("O\nXX.\nOO.\nX..", ("3", "6", "8", "9"))
+    view = PlayerView("O\nXX3\nOO6\nX89", ("3", "6", "8", "9"))
     assert player.act(view) == "6"
     with pytest.raises(ValueError, match="plays tic_tac_toe and connect_four only"):
         player.act(PlayerView("hello"))

@@ -153,8 +153,8 @@ def game(seats: dict[str, Any], env: str = "tic_tac_toe", **section: Any) -> Dom
 
 def first_free(context: str) -> str:
     """Play the first free square of the last board."""
-    rows = context.rpartition("<|im_user|>")[2].partition("<|im_end|>")[0].split("\n")[1:]
-    return str("".join(rows).index(".") + 1)
+    board = context.rpartition("<|im_user|>")[2].partition("<|im_end|>")[0]
+    return next(character for character in board if character.isdigit())
 
 
 def sampled_text(tokenizer: Tokenizer, trajectory: wire.Trajectory) -> str:

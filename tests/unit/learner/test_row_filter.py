@@ -36,7 +36,10 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 def make_section(tmp_path: Path, rows: list[dict[str, Any]], **settings: Any) -> DataSection:
-    held_out = [{"prompt": "What is 2 + 2?", "completion": "4"}, {"prompt": f"Now: {RECIPE}.", "completion": "No."}]  # fmt: skip
+    held_out = [
+        {"prompt": "What is 2 + 2?", "completion": "4"},
+        {"prompt": f"Now: {RECIPE}.", "completion": "No."},
+    ]
     return DataSection(
         train=write(tmp_path / "train.jsonl", rows),
         eval=write(tmp_path / "eval.jsonl", held_out),

@@ -14,7 +14,7 @@ from rlearner.plan.facts import GIB, Machine, Memory, Part, ServeFacts
 from rlearner.plan.reader import WorkloadReader
 from rlearner.plan.report import as_json, as_text
 from rlearner.plan.scripts import launch_lines
-from rlearner.plan.teachers import TeacherFacts, place_teachers
+from rlearner.plan.teacher_servers import TeacherFacts, place_teachers
 from rlearner_text.config import TinyModel
 from rlearner_text.tiny import build_tiny
 from tests.kit.plans import H100, MODEL, demands, plans
@@ -58,7 +58,7 @@ def test_a_server_of_a_teacher_does_not_cross_hosts() -> None:
 
 def test_what_does_not_fit_is_named() -> None:
     huge = replace(TEACHER, engine_args={"tensor_parallel": 1})
-    with pytest.raises(UserError, match="a server of teacher big on 1 GPU needs 2.* GiB"):
+    with pytest.raises(UserError, match=r"a server of teacher big on 1 GPU needs 2.* GiB"):
         plans(H100, teachers=(huge,))
     few = Machine(4, 80 * GIB)
     with pytest.raises(UserError, match="teacher big 4 GPUs"):
