@@ -82,7 +82,6 @@ EXAMPLES: Final = {
         "rlearner rescore math 'domains.math.rewards=[{name: math_answer}]' --out new.jsonl",
     ],
     "rlearner tasks": ["rlearner tasks try tasks --image '*=host'"],
-    "rlearner tasks build": ["rlearner tasks build python-3.12.tar environment/Dockerfile"],
     "rlearner tasks try": ["rlearner tasks try tasks --image 'python:*=host'"],
     "rlearner tasks swe": [
         "rlearner tasks swe rows.jsonl --mirrors mirrors --out tasks --image swe-python"

@@ -28,6 +28,8 @@ if [ -f {path} ] && sed 's/[[:space:]]*$//' {path} | cmp -s - /tests/expected.tx
 fi
 echo "$reward" > /logs/verifier/reward.txt
 """
+# to find an instruction that no other task has; a set may be larger than there are
+MAX_ATTEMPTS: Final = 200
 OUTPUT: Final = "/logs/artifacts/output.txt"
 
 
@@ -56,8 +58,10 @@ def find_file(rng: random.Random) -> TaskFiles:
     word, *others = rng.sample(WORDS, 6)
     names = [f"{name}.txt" for name in rng.sample(WORDS, 5)]
     holder = rng.randrange(len(names))
+    second_words = [*others[1:], others[0]]
+    second_words[holder] = word
     files = {
-        f"notes/{name}": f"{others[index]}\n{word if index == holder else others[(index + 1) % 5]}\n"
+        f"notes/{name}": f"{others[index]}\n{second_words[index]}\n"
         for index, name in enumerate(names)
     }
     instruction = (
@@ -119,7 +123,7 @@ def fix_script(rng: random.Random) -> TaskFiles:
 
 def pass_test(rng: random.Random) -> TaskFiles:
     """Make a task: a library with an error, and a test that shows it."""
-    name = rng.choice(("scale", "grow", "widen", "raise_by"))
+    name = rng.choice(WORDS)
     step = rng.randint(2, 20)
     wrong = step + rng.choice((-1, 1, 10))
     inputs = rng.sample(range(100, 1000), 4)
@@ -165,11 +169,17 @@ def write_tasks(
         FileExistsError: if one is there already.
     """
     folders = []
+    instructions: set[str] = set()
     for number in range(per_kind):
         for kind, make_task in KINDS.items():
-            task = folder / f"{number:02}-{kind}"
-            _write_task(task, make_task(random.Random(f"{seed} {kind} {number}")), verifier)
-            folders.append(task)
+            for attempt in range(MAX_ATTEMPTS):
+                task = make_task(random.Random(f"{seed} {kind} {number} {attempt}"))
+                # held-out tasks are told apart from others by what the policy reads
+                if task.instruction not in instructions:
+                    break
+            instructions.add(task.instruction)
+            folders.append(folder / f"{number:02}-{kind}")
+            _write_task(folders[-1], task, verifier)
     return folders
 
 

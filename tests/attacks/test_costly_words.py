@@ -128,6 +128,9 @@ async def test_an_environment_answers_hostile_words_soon(environment: Environmen
         assert time.process_time() - began < MOST_S, words
         assert isinstance(step, StepResult)
         assert not step.success, words
+    closing = environment.close()
+    if closing is not None:
+        await closing
         assert len(step.observation.text) < 2 * LENGTH, words
 
 

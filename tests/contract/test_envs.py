@@ -80,8 +80,8 @@ async def test_an_episode_is_a_function_of_its_task_and_actions(domain: Domain) 
         assert first == await episode(one, texts.__getitem__, split), (
             "an instance remembers its last episode"
         )
-    one.close()
-    other.close()
+    await call(one, "close")
+    await call(other, "close")
 
 
 async def test_there_are_many_tasks_and_held_out_ones_are_others(domain: Domain) -> None:
@@ -96,14 +96,14 @@ async def test_there_are_many_tasks_and_held_out_ones_are_others(domain: Domain)
     for split in ("train", "eval"):
         there = domain.num_tasks(split)  # type: ignore[arg-type]
         assert there is None or there >= 1
-    environment.close()
+    await call(environment, "close")
 
 
 @pytest.mark.parametrize("text", ["", " ", "\n\n", "no action at all", "𓀀\x00", "x" * 100_000])
 async def test_no_text_breaks_it(domain: Domain, text: str) -> None:
     environment = domain.make()
     await episode(environment, lambda _: text)
-    environment.close()
+    await call(environment, "close")
 
 
 async def test_pictures_and_frames_if_it_has_any(domain: Domain) -> None:
@@ -113,7 +113,7 @@ async def test_pictures_and_frames_if_it_has_any(domain: Domain) -> None:
     if can_render(domain.environment):
         frame = environment.render_frame()
         assert (frame.dtype, frame.ndim, frame.shape[2]) == (np.uint8, 3, 3)
-    environment.close()
+    await call(environment, "close")
 
 
 async def test_its_solver_does_better_without_noise(domain: Domain) -> None:
@@ -136,7 +136,7 @@ async def test_its_solver_does_better_without_noise(domain: Domain) -> None:
         return total
 
     assert await return_of(0.0) > await return_of(1.0)
-    environment.close()
+    await call(environment, "close")
 
 
 def test_unknown_arguments_are_refused(domain: Domain) -> None:

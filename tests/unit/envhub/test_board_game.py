@@ -56,7 +56,9 @@ def test_random_plies_depend_on_the_task_alone() -> None:
     game = TicTacToe(BoardGameArgs(random_plies=4))
     openings = [game.reset(task, "train", 10 + task).text for task in range(50)]
     assert openings == [game.reset(task, "train", 10 + task).text for task in range(50)]
-    counts = {text.partition("\n")[2].count("X") + text.partition("\n")[2].count("O") for text in openings}
+    counts = {
+        text.partition("\n")[2].count("X") + text.partition("\n")[2].count("O") for text in openings
+    }
     assert counts == {0, 1, 2, 3, 4}
     assert {text[0] for text in openings} == {"X", "O"}
 
