@@ -25,6 +25,7 @@ from typing import Any, Final
 
 from bench.distill import episodes_of, run_up
 from broker.errors import UserError
+from learner.reporting.metrics import read_lines
 
 CONFIG: Final = "configs/tictactoe.yaml"
 SUCCESS: Final = "eval/domain/against_random/success_rate"
@@ -79,8 +80,9 @@ def summarize(rows: Sequence[dict[str, Any]], episodes_per_step: int) -> dict[st
 def measure(folder: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Run the recipe and return the figures."""
     began = time.monotonic()
-    rows = run_up(folder, "selfplay", CONFIG, overrides)
+    run_up([CONFIG, f"run.dir={folder}", "run.name=selfplay", *overrides], kills=0)
     minutes = round((time.monotonic() - began) / 60, 1)
+    rows = read_lines(folder / "selfplay" / "metrics.jsonl")
     episodes = episodes_of(folder / "selfplay", "game")
     return {**summarize(rows, episodes), "minutes": minutes}
 

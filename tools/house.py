@@ -67,9 +67,9 @@ REACHED: Final[Mapping[str, float]] = {
     "repeated_class_names": 10,
     "max_modules_per_folder": 26,
     "functions_over_45_statements": 8,
-    "stray_unit_tests": 162,
-    "statements_share": 1.175,
-    "bench_lines": 24_500,
+    "stray_unit_tests": 160,
+    "statements_share": 1.311,
+    "bench_lines": 25_420,
 }
 
 

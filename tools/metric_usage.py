@@ -26,6 +26,8 @@ _DECLARED: Final = "\n".join(metric.name for metric in RUN_METRICS)
 _OTHER_STRINGS: Final = frozenset(
     {"samples/*", "evaluated/*", "judge/asked", "tok/s", "envhub/envs", "rewardhub/rewards"}
 )
+# Folders of a task and of a sandbox, which are keys, too.
+_FOLDERS: Final = ("etc/", "var/", "notes/", "environment/files/")
 
 
 def undeclared_names(root: Path, trees: Mapping[Path, ast.Module]) -> list[str]:
@@ -50,6 +52,7 @@ def metric_names(tree: ast.Module) -> set[tuple[str, int]]:
         and id(node) not in parts
         and _NAME.fullmatch(text := _text(node))
         and text not in _OTHER_STRINGS
+        and not text.startswith(_FOLDERS)
         and (id(node) in keys or text.split("/")[0] in _GROUPS)
     }
 

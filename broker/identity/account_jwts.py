@@ -181,10 +181,10 @@ def write_accounts(keys: KeyFolder, identities: Iterable[tuple[str, str]]) -> li
     public_keys = {name: issuer.public for name, issuer in issuers.items()}
     scopes: dict[str, list[dict[str, Any]]] = {name: [] for name in issuers}
     for role, run in identities:
-        account = account_of(role, run)
-        signing = Issuer.load(folder / f"{account}.{user_name(role, run)}.nk")
-        scopes[account].append(role_scope(role, run, signing.public))
-        _write_credentials(keys, role, run, signing, public_keys[account])
+        name = account_of(role, run)
+        signing = Issuer.load(folder / f"{name}.{user_name(role, run)}.nk")
+        scopes[name].append(role_scope(role, run, signing.public))
+        _write_credentials(keys, role, run, signing, public_keys[name])
     files = list[Path]()
     for account in accounts:
         claims = account_claims(account, public_keys, scopes[account.name])

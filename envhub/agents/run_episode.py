@@ -105,7 +105,7 @@ class AgentRunner:
         session: AgentSession,
         endpoint: Mapping[str, str],
     ) -> ProgramOutcome:
-        """Run the user's program beside the hub and return its own result."""
+        """Run the user's program on the hub's host and return its own result."""
         row = agent_env.row(args, task.task_index, task.split)
         env = {
             **worker_environment(self._passed),

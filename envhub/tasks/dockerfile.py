@@ -97,7 +97,9 @@ def read_dockerfile(file: Path) -> ImagePlan:
             raise DataError(str(file), line, f"{name} is not supported; {BUILD}")
     if not base:
         raise DataError(str(file), 1, "there is no FROM")
-    return ImagePlan(base, file.parent, tuple(steps), workdir, env, user, file)
+    return ImagePlan(
+        base, file.parent, tuple(steps), workdir=workdir, env=env, user=user, file=file
+    )
 
 
 def _iter_instructions(file: Path) -> Iterator[tuple[int, str, str]]:

@@ -20,7 +20,7 @@ INSTRUCTION: Final = "instruction.md"
 TEST: Final = "test.sh"
 # marks of benchmark data at the top of an instruction, which agents are not shown
 _CANARY: Final = re.compile(r"(<!--.*canary.*-->|#.*canary.*)", re.IGNORECASE)
-# what a task may have beside these is not read, and would silently change its meaning
+# what else a task may have is not read, and would silently change its meaning
 _UNREAD: Final = {
     "trajectory.json": "a conversation before the first instruction is not continued",
     ".harborignore": "ignore rules are not read; move what is not needed out of the task",
@@ -107,7 +107,9 @@ def read_task(folder: Path) -> Task:
     instruction = _read_instruction(folder / INSTRUCTION)
     tests = folder / "tests"
     _require_test(folder, (tests,))
-    step = TaskStep("", instruction, (tests,), folder / "solution", None, only_step)
+    step = TaskStep(
+        "", instruction, (tests,), solution=folder / "solution", setup=None, table=only_step
+    )
     return Task(folder.absolute(), table, (step,))
 
 
@@ -150,9 +152,9 @@ def _read_step(folder: Path, table: StepTable) -> TaskStep:
         table.name,
         _read_instruction(own / INSTRUCTION),
         tests,
-        own / "solution",
-        own / "workdir" if (own / "workdir").is_dir() else None,
-        table,
+        solution=own / "solution",
+        setup=own / "workdir" if (own / "workdir").is_dir() else None,
+        table=table,
     )
 
 

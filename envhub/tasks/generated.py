@@ -114,10 +114,10 @@ def fix_script(rng: random.Random) -> TaskFiles:
         instruction,
         {"calc.sh": script},
         OUTPUT,
-        expected,
-        f"sed -i 's/$1 [*+-] $2/$1 {operator} $2/' calc.sh",
-        f"({calls}) > {OUTPUT} 2>&1",
-        {"calc.sh": 0o755},
+        expected=expected,
+        solution=f"sed -i 's/$1 [*+-] $2/$1 {operator} $2/' calc.sh",
+        hook=f"({calls}) > {OUTPUT} 2>&1",
+        modes={"calc.sh": 0o755},
     )
 
 
@@ -142,9 +142,9 @@ def pass_test(rng: random.Random) -> TaskFiles:
         instruction,
         {"lib.sh": library, "test.sh": test},
         OUTPUT,
-        "".join(f"{number + step}\n" for number in inputs),
-        f"sed -i 's/+ {wrong} /+ {step} /' lib.sh",
-        f"cd /app && ({calls}) > {OUTPUT} 2>&1",
+        expected="".join(f"{number + step}\n" for number in inputs),
+        solution=f"sed -i 's/+ {wrong} /+ {step} /' lib.sh",
+        hook=f"cd /app && ({calls}) > {OUTPUT} 2>&1",
     )
 
 

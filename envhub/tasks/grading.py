@@ -36,7 +36,7 @@ from envhub.tasks.work import (
     is_agents_fault,
     place_work,
 )
-from rlearner_sandbox.providers.base import Sandbox, SandboxError
+from rlearner_sandbox.providers.base import EpisodeSandbox, SandboxError
 
 # a login shell, a user's packages and bytecode next to the agent's files are not the tests' affair
 SAFE_ENV: Final = {"PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
@@ -83,7 +83,9 @@ class Verifier:
         self._host = host
         self._args = args
 
-    async def grade(self, task: Task, step: TaskStep, agent: Sandbox, *, is_last: bool) -> Grade:
+    async def grade(
+        self, task: Task, step: TaskStep, agent: EpisodeSandbox, *, is_last: bool
+    ) -> Grade:
         """Grade a step; the agent's sandbox is stopped after the last.
 
         Raises:
@@ -111,7 +113,7 @@ class Verifier:
         return grade
 
     async def _collect(
-        self, task: Task, step: TaskStep, agent: Sandbox, folder: Path, *, is_last: bool
+        self, task: Task, step: TaskStep, agent: EpisodeSandbox, folder: Path, *, is_last: bool
     ) -> list[WorkPart]:
         """Copy what crosses over, from a copy of the agent's sandbox that has no processes."""
         remains = await agent.fork()
@@ -170,7 +172,7 @@ class Verifier:
         finally:
             await sandbox.stop()
 
-    async def _run_shared(self, task: Task, step: TaskStep, agent: Sandbox) -> Grade:
+    async def _run_shared(self, task: Task, step: TaskStep, agent: EpisodeSandbox) -> Grade:
         """Run the tests in a copy of the agent's files, without its processes."""
         image = await agent.snapshot()
         sandbox = await self._host.restart(image, self._request(task, step), self._args)
@@ -181,7 +183,7 @@ class Verifier:
         finally:
             await sandbox.stop()
 
-    async def _run_tests(self, task: Task, step: TaskStep, sandbox: Sandbox) -> Grade:
+    async def _run_tests(self, task: Task, step: TaskStep, sandbox: EpisodeSandbox) -> Grade:
         for folder in step.tests:
             await sandbox.upload(folder, "/tests")
         await run_checked(sandbox, "chmod +x /tests/test.sh && mkdir -p /logs/verifier", "tests")
@@ -237,7 +239,7 @@ def _user(user: str | int | None) -> str | None:
     return None if user is None else str(user)
 
 
-async def _read_file(sandbox: Sandbox, path: str) -> bytes | None:
+async def _read_file(sandbox: EpisodeSandbox, path: str) -> bytes | None:
     """Return a small regular file of a sandbox, None if there is none."""
     with tempfile.TemporaryDirectory(prefix="rlearner-task-") as folder:
         copy = Path(folder) / "copy"

@@ -12,7 +12,7 @@ from envhub.tasks.dockerfile import BuildStep, ImagePlan
 from envhub.tasks.errors import TaskError
 from envhub.tasks.images import HOST
 from envhub.tasks.settings import TaskArgs
-from rlearner_sandbox.providers.base import Sandbox, SandboxProvider, SandboxSpec
+from rlearner_sandbox.providers.base import EpisodeSandbox, SandboxProvider, SandboxSpec
 
 LOGS = "mkdir -p /logs/agent /logs/artifacts /logs/verifier"
 
@@ -49,7 +49,7 @@ class TaskHost:
         # whether the tests of a task write a reward where nobody has done anything
         self.controls: dict[str, asyncio.Task[bool]] = {}
 
-    async def start(self, key: str, request: SandboxRequest, args: TaskArgs) -> Sandbox:
+    async def start(self, key: str, request: SandboxRequest, args: TaskArgs) -> EpisodeSandbox:
         """Return a sandbox with the files of a task.
 
         Args:
@@ -73,7 +73,7 @@ class TaskHost:
             raise
         return sandbox
 
-    async def restart(self, image: str, request: SandboxRequest, args: TaskArgs) -> Sandbox:
+    async def restart(self, image: str, request: SandboxRequest, args: TaskArgs) -> EpisodeSandbox:
         """Return a sandbox with the files of a snapshot, and none of its processes."""
         return await self._start(_make_spec(image, request, args))
 
@@ -85,7 +85,7 @@ class TaskHost:
         self.controls.clear()
         await self.provider.close()
 
-    async def _start(self, spec: SandboxSpec) -> Sandbox:
+    async def _start(self, spec: SandboxSpec) -> EpisodeSandbox:
         try:
             return await self.provider.start(spec)
         except ValueError as error:
@@ -106,7 +106,9 @@ class TaskHost:
         finally:
             await sandbox.stop()
 
-    async def _build(self, sandbox: Sandbox, step: BuildStep, request: SandboxRequest) -> None:
+    async def _build(
+        self, sandbox: EpisodeSandbox, step: BuildStep, request: SandboxRequest
+    ) -> None:
         plan = request.plan
         if step.kind == "run":
             label = f"{plan.file}:{step.line}: RUN"
@@ -131,7 +133,7 @@ def _copies(context: Path, step: BuildStep) -> list[tuple[Path, str]]:
 
 
 async def run_checked(
-    sandbox: Sandbox,
+    sandbox: EpisodeSandbox,
     command: str | list[str],
     label: str,
     *,

@@ -37,7 +37,7 @@ while read -r path; do rm -f "$path"; done < /tests/removed.txt
 cp -R /tests/files/. {WORKDIR}/
 exec python3 /tests/run_tests.py
 """
-RUN_TESTS: Final = '''"""Runs the tests of one row with pytest; reward 1 if all that should pass have passed."""
+RUN_TESTS: Final = '''"""Runs the tests of a row with pytest; reward 1 if all pass that should."""
 
 import json
 import os

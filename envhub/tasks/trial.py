@@ -18,7 +18,7 @@ from envhub.tasks.grading import Verifier, task_variables
 from envhub.tasks.host import SandboxRequest, TaskHost, run_checked
 from envhub.tasks.rewards import Rewards, combine_steps, falls_short
 from envhub.tasks.settings import TaskArgs
-from rlearner_sandbox.providers.base import ExecResult, Sandbox
+from rlearner_sandbox.providers.base import EpisodeSandbox, ExecResult
 
 # of a file that the edit tool changes
 MAX_EDIT_BYTES: Final = 1 << 20
@@ -51,7 +51,7 @@ class Trial:
     problems: dict[int, str] = field(default_factory=dict)
     output: str = ""
     spent_s: float = 0.0
-    sandbox: Sandbox | None = None
+    sandbox: EpisodeSandbox | None = None
 
     @property
     def current(self) -> TaskStep:
@@ -209,7 +209,7 @@ class Trial:
             await sandbox.stop()
 
     @property
-    def _box(self) -> Sandbox:
+    def _box(self) -> EpisodeSandbox:
         assert self.sandbox is not None, "the trial has not begun"
         return self.sandbox
 

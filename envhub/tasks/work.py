@@ -15,7 +15,7 @@ from typing import Final
 from envhub.tasks.config import ArtifactTable
 from envhub.tasks.errors import TaskError
 from envhub.tasks.host import run_checked
-from rlearner_sandbox.providers.base import Sandbox, SandboxError
+from rlearner_sandbox.providers.base import EpisodeSandbox, SandboxError
 
 _LINKS: Final = "=links="
 _FILES: Final = "=files="
@@ -49,7 +49,11 @@ class WorkPart:
 
 
 async def collect_work(
-    sandbox: Sandbox, workdir: str, artifacts: Sequence[ArtifactTable], folder: Path, max_mib: int
+    sandbox: EpisodeSandbox,
+    workdir: str,
+    artifacts: Sequence[ArtifactTable],
+    folder: Path,
+    max_mib: int,
 ) -> list[WorkPart]:
     """Copy the working folder and the artifacts of a sandbox to an empty folder of this host.
 
@@ -75,7 +79,7 @@ async def collect_work(
     return parts
 
 
-async def place_work(sandbox: Sandbox, parts: Sequence[WorkPart]) -> None:
+async def place_work(sandbox: EpisodeSandbox, parts: Sequence[WorkPart]) -> None:
     """Make the parts of an agent's sandbox those of a fresh one: what is gone there goes here, too.
 
     Raises:

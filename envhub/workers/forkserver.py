@@ -31,7 +31,7 @@ def serve_worker(
     connection: socket.socket,
     allowance: ResourceLimits,
 ) -> None:
-    """In a worker: serve the domain's environment, loaded here unless that was done before the fork."""
+    """In a worker: serve the domain's environment; load it, unless the forkserver did."""
     worker.serve(domain or load_setup(setup), connection, allowance)
 
 

@@ -188,17 +188,7 @@ async def _run_fleet(
                 "rollout.cli",
                 ["--id", "rollout-1", *["--share-gpus"] * share_gpus],
             )
-            for name, teacher in settings.teachers.items():
-                if teacher.model_path is not None:
-                    policy = teacher.policy or name
-                    teacher_args = ["--policy", policy, "--id", f"teacher-{name}"]
-                    teacher_args += ["--share-gpus"] * share_gpus
-                    fleet.add(f"teacher-{name}", "rollout.cli", teacher_args)
-            for name, policy_section in settings.policies.items():
-                if policy_section.model_path is not None:
-                    policy_args = ["--policy", name, "--id", f"policy-{name}"]
-                    policy_args += ["--share-gpus"] * share_gpus
-                    fleet.add(f"policy-{name}", "rollout.cli", policy_args)
+            _add_policy_servers(fleet, settings, share_gpus=share_gpus)
             for hub in ("envhub", "rewardhub"):
                 fleet.add(hub, f"{hub}.cli", ["--id", f"{hub}-1"], nice=HUB_NICE)
             evaluation = settings.eval
@@ -226,6 +216,23 @@ async def _run_fleet(
         raise
     resume = continue_line(settings).strip() or f"again: rlearner up {shlex.join(args)}"
     write_artifacts(folder, time.monotonic() - began, cpu_s, resume, say)
+
+
+def _add_policy_servers(fleet: ProcessFleet, settings: RunSettings, *, share_gpus: bool) -> None:
+    """Add a server for each teacher and policy that has weights of its own."""
+    served = {
+        f"teacher-{name}": teacher.policy or name
+        for name, teacher in settings.teachers.items()
+        if teacher.model_path is not None
+    }
+    served |= {
+        f"policy-{name}": name
+        for name, section in settings.policies.items()
+        if section.model_path is not None
+    }
+    for server, policy in served.items():
+        arguments = ["--policy", policy, "--id", server, *["--share-gpus"] * share_gpus]
+        fleet.add(server, "rollout.cli", arguments)
 
 
 def stop_patience_s(children: Iterable[FleetProcess], *, has_request: bool) -> float:

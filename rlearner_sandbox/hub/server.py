@@ -17,7 +17,12 @@ from aiohttp import web
 from rlearner_sandbox.hub import wire
 from rlearner_sandbox.hub.sessions import HubFull, Sessions
 from rlearner_sandbox.providers import archive
-from rlearner_sandbox.providers.base import Sandbox, SandboxError, SandboxProvider, SandboxSpec
+from rlearner_sandbox.providers.base import (
+    EpisodeSandbox,
+    SandboxError,
+    SandboxProvider,
+    SandboxSpec,
+)
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 REAP_S: Final = 5.0
@@ -117,7 +122,7 @@ class HubServer:
     def _session(self, request: web.Request) -> str:
         return request.headers[wire.SESSION_HEADER]
 
-    def _sandbox(self, request: web.Request) -> Sandbox:
+    def _sandbox(self, request: web.Request) -> EpisodeSandbox:
         return self.sessions.find(self._session(request), request.match_info["id"])
 
     async def _answer_health(self, request: web.Request) -> web.StreamResponse:
@@ -233,7 +238,7 @@ class HubServer:
 
 
 async def _run_to_end(
-    sandbox: Sandbox,
+    sandbox: EpisodeSandbox,
     arguments: dict[str, Any],
     note_output: Callable[[str, bytes], None],
     events: asyncio.Queue[dict[str, Any]],

@@ -9,7 +9,12 @@ import time
 from collections.abc import Awaitable, Callable
 
 from rlearner_sandbox.hub.wire import SESSION_S
-from rlearner_sandbox.providers.base import Sandbox, SandboxError, SandboxProvider, SandboxSpec
+from rlearner_sandbox.providers.base import (
+    EpisodeSandbox,
+    SandboxError,
+    SandboxProvider,
+    SandboxSpec,
+)
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +43,7 @@ class Sessions:
         self._session_s = session_s
         self._clock = clock
         self._heard: dict[str, float] = {}
-        self._sandboxes: dict[str, tuple[str, Sandbox]] = {}
+        self._sandboxes: dict[str, tuple[str, EpisodeSandbox]] = {}
         self._starting = 0
 
     def note_sign(self, session: str) -> None:
@@ -57,7 +62,7 @@ class Sessions:
         sandbox = self.find(session, name)
         return await self._admit(session, sandbox.fork)
 
-    async def _admit(self, session: str, start: Callable[[], Awaitable[Sandbox]]) -> str:
+    async def _admit(self, session: str, start: Callable[[], Awaitable[EpisodeSandbox]]) -> str:
         if len(self) >= self._most:
             raise HubFull(f"the hub has {self._most} sandboxes, and no more may be")
         self._starting += 1
@@ -69,7 +74,7 @@ class Sessions:
         self._sandboxes[name] = (session, sandbox)
         return name
 
-    def find(self, session: str, name: str) -> Sandbox:
+    def find(self, session: str, name: str) -> EpisodeSandbox:
         """Return a sandbox of a session.
 
         Raises:
@@ -100,7 +105,7 @@ class Sessions:
         return len(names)
 
     async def end_silent(self) -> int:
-        """End the sessions that have been silent for too long; return how many sandboxes they had."""
+        """End the sessions that were silent for too long; return how many sandboxes they had."""
         limit = self._clock() - self._session_s
         silent = [session for session, heard in self._heard.items() if heard < limit]
         total = 0

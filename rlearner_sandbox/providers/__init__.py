@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rlearner_sandbox.providers.base import (
+    EpisodeSandbox,
     ExecResult,
     Network,
     OnOutput,
-    Sandbox,
     SandboxError,
     SandboxProvider,
     SandboxSpec,
@@ -14,10 +14,10 @@ from rlearner_sandbox.providers.base import (
 )
 
 __all__ = [
+    "EpisodeSandbox",
     "ExecResult",
     "Network",
     "OnOutput",
-    "Sandbox",
     "SandboxError",
     "SandboxProvider",
     "SandboxSpec",

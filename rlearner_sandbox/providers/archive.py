@@ -66,7 +66,7 @@ def _write_member(archive: tarfile.TarFile, name: str, path: str, *, links: bool
         elif stat.S_ISREG(status.st_mode):
             _write_file(archive, member, path)
     except FileNotFoundError:
-        # It was removed meanwhile.
+        # Another process has removed it.
         return
 
 

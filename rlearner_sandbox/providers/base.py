@@ -1,4 +1,4 @@
-"""What an environment asks of a sandbox, whoever provides it.
+"""What an environment asks of a sandbox of any provider.
 
 A provider starts sandboxes: folders of their own over read-only layers, in which commands run. A
 sandbox lives as long as an episode; it can be copied and set back to what it was at its start.
@@ -74,7 +74,7 @@ class ExecResult:
     timed_out: bool = False
 
 
-class Sandbox(Protocol):
+class EpisodeSandbox(Protocol):
     """A running sandbox. Every method raises SandboxError when the provider fails."""
 
     async def run_command(
@@ -125,7 +125,7 @@ class Sandbox(Protocol):
         """Keep what was written so far; return a digest that a spec's ``image`` may name."""
         ...
 
-    async def fork(self) -> Sandbox:
+    async def fork(self) -> EpisodeSandbox:
         """Return a new sandbox that starts with what this one has written so far."""
         ...
 
@@ -141,7 +141,7 @@ class Sandbox(Protocol):
 class SandboxProvider(Protocol):
     """Starts sandboxes. A provider is shared by the episodes of a process."""
 
-    async def start(self, spec: SandboxSpec) -> Sandbox:
+    async def start(self, spec: SandboxSpec) -> EpisodeSandbox:
         """Return a running sandbox.
 
         Raises:

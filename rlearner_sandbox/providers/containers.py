@@ -41,7 +41,7 @@ _MISSING: Final = re.compile(rb"no such (file|path)|could not find|does not exis
 
 
 @dataclass(frozen=True)
-class ToolResult:
+class ContainerOutput:
     """How a call of the tool ended."""
 
     exit_code: int
@@ -132,18 +132,18 @@ class ContainerProvider:
         pairs = [line.split() for line in result.stdout.decode(errors="replace").splitlines()]
         return [(pair[0], pair[1].rpartition("-")[2]) for pair in pairs if len(pair) == 2]
 
-    def _call_blocking(self, words: Sequence[str]) -> ToolResult:
+    def _call_blocking(self, words: Sequence[str]) -> ContainerOutput:
         try:
             result = subprocess.run(
                 [self.tool, *words], capture_output=True, timeout=TOOL_S, stdin=subprocess.DEVNULL
             )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise SandboxError(f"{self.tool} {words[0]}: {error}") from None
-        return ToolResult(result.returncode, result.stdout, result.stderr)
+        return ContainerOutput(result.returncode, result.stdout, result.stderr)
 
     async def call(
         self, words: Sequence[str], *, stdin: IO[bytes] | None = None, check: bool = True
-    ) -> ToolResult:
+    ) -> ContainerOutput:
         """Run the tool.
 
         Raises:
@@ -170,7 +170,7 @@ class ContainerProvider:
         if check and process.returncode:
             text = " ".join(stderr.decode(errors="replace").split())[-300:]
             raise SandboxError(f"{os.path.basename(self.tool)} {words[0]} failed: {text}")
-        return ToolResult(process.returncode or 0, stdout, stderr)
+        return ContainerOutput(process.returncode or 0, stdout, stderr)
 
     async def find_image(self, image: str) -> str:
         """Return the name of an image of the tool's store.
@@ -222,7 +222,7 @@ class DockerProvider(ContainerProvider):
 
 
 class ContainerSandbox:
-    """A container, see ``Sandbox``."""
+    """A container, see ``EpisodeSandbox``."""
 
     def __init__(self, provider: ContainerProvider, name: str, spec: SandboxSpec) -> None:
         self._provider = provider
@@ -268,7 +268,7 @@ class ContainerSandbox:
         max_output: int = 1 << 20,
         on_output: OnOutput | None = None,
     ) -> ExecResult:
-        """Run a command to its end, see ``Sandbox.run_command``."""
+        """Run a command to its end, see ``EpisodeSandbox.run_command``."""
         self._check_alive()
         mark = f"/tmp/.command-{secrets.token_hex(8)}"
         folder = os.path.join(self._spec.workdir, workdir or "")

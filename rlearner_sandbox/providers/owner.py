@@ -1,7 +1,7 @@
 """Folders that belong to a living process, and the removal of what dead ones have left.
 
 Each process that provides sandboxes has a folder with a file that it keeps locked. The kernel ends
-the lock with the process, however that ends, so whoever gets the lock may clean up.
+the lock with the process, however that ends, so a process that gets the lock may clean up.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from rlearner_sandbox.providers.base import (
+    EpisodeSandbox,
     ExecResult,
     OnOutput,
-    Sandbox,
     SandboxError,
     SandboxProvider,
     SandboxSpec,
@@ -78,7 +78,8 @@ class SandboxPool:
         self._provider = provider
         self._warm = warm
         self._breaker = breaker or Breaker()
-        self._reserve: dict[str, list[Sandbox]] = {}  # by spec, the one asked for last at the end
+        # by spec, in the order of use
+        self._reserve: dict[str, list[EpisodeSandbox]] = {}
         self._specs: dict[str, SandboxSpec] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._filling: set[str] = set()
@@ -98,7 +99,7 @@ class SandboxPool:
         self._refill(kind)
         return PooledSandbox(self, sandbox)
 
-    async def _take_living(self, reserve: list[Sandbox]) -> Sandbox | None:
+    async def _take_living(self, reserve: list[EpisodeSandbox]) -> EpisodeSandbox | None:
         while reserve:
             sandbox = reserve.pop(0)
             try:
@@ -110,7 +111,7 @@ class SandboxPool:
             return sandbox
         return None
 
-    async def start_new(self, spec: SandboxSpec) -> Sandbox:
+    async def start_new(self, spec: SandboxSpec) -> EpisodeSandbox:
         """Start a sandbox, unless the provider has failed too often."""
         self._breaker.check()
         try:
@@ -154,7 +155,7 @@ class SandboxPool:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def stop_forgotten(self, sandbox: Sandbox) -> None:
+    def stop_forgotten(self, sandbox: EpisodeSandbox) -> None:
         """Stop a sandbox whose user has dropped it without stopping it."""
         if self._loop is not None and not self._loop.is_closed() and not self._is_closed:
             log.warning("a sandbox was dropped without being stopped; it is stopped now")
@@ -174,7 +175,7 @@ class SandboxPool:
 class PooledSandbox:
     """A sandbox that its pool stops if it is forgotten; failures count against its provider."""
 
-    def __init__(self, pool: SandboxPool, sandbox: Sandbox) -> None:
+    def __init__(self, pool: SandboxPool, sandbox: EpisodeSandbox) -> None:
         self._pool = pool
         self._sandbox = sandbox
         self._forgotten = weakref.finalize(self, pool.stop_forgotten, sandbox)
@@ -192,7 +193,7 @@ class PooledSandbox:
         max_output: int = 1 << 20,
         on_output: OnOutput | None = None,
     ) -> ExecResult:
-        """Run a command to its end, see ``Sandbox.run_command``."""
+        """Run a command to its end, see ``EpisodeSandbox.run_command``."""
         try:
             return await self._sandbox.run_command(
                 command,
@@ -234,7 +235,7 @@ class PooledSandbox:
         await self._sandbox.stop()
 
 
-async def _stop_quietly(sandbox: Sandbox) -> None:
+async def _stop_quietly(sandbox: EpisodeSandbox) -> None:
     try:
         await sandbox.stop()
     except SandboxError as error:

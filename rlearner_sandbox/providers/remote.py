@@ -190,7 +190,7 @@ class HubClient:
 
 
 class RemoteSandbox:
-    """A sandbox of a hub, see ``Sandbox``."""
+    """A sandbox of a hub, see ``EpisodeSandbox``."""
 
     def __init__(self, provider: RemoteProvider, hub: HubClient, name: str) -> None:
         self._provider = provider
@@ -211,7 +211,7 @@ class RemoteSandbox:
         max_output: int = 1 << 20,
         on_output: OnOutput | None = None,
     ) -> ExecResult:
-        """Run a command to its end, see ``Sandbox.run_command``."""
+        """Run a command to its end, see ``EpisodeSandbox.run_command``."""
         self._check_alive()
         body = {
             "command": command if isinstance(command, str) else list(command),

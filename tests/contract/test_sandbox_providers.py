@@ -14,7 +14,12 @@ from pathlib import Path
 import pytest
 import sandbox_kit
 
-from rlearner_sandbox.providers.base import Sandbox, SandboxError, SandboxProvider, SandboxSpec
+from rlearner_sandbox.providers.base import (
+    EpisodeSandbox,
+    SandboxError,
+    SandboxProvider,
+    SandboxSpec,
+)
 
 PROVIDERS = ["namespace", "copy", "remote", "podman"]
 
@@ -28,19 +33,19 @@ async def provider(
 
 
 @pytest.fixture
-async def sandbox(provider: SandboxProvider) -> AsyncIterator[Sandbox]:
+async def sandbox(provider: SandboxProvider) -> AsyncIterator[EpisodeSandbox]:
     started = await provider.start(sandbox_kit.spec_for(provider, env={"COLOUR": "red"}))
     yield started
     await started.stop()
 
 
-async def text_of(sandbox: Sandbox, command: str) -> str:
+async def text_of(sandbox: EpisodeSandbox, command: str) -> str:
     result = await sandbox.run_command(command)
     assert result.exit_code == 0, result
     return result.stdout.decode().strip()
 
 
-async def test_command_streams_environment_and_exit_code(sandbox: Sandbox) -> None:
+async def test_command_streams_environment_and_exit_code(sandbox: EpisodeSandbox) -> None:
     pieces: list[tuple[str, bytes]] = []
     result = await sandbox.run_command(
         'echo "$COLOUR $SIZE"; cat; pwd >&2; exit 7',
@@ -56,12 +61,12 @@ async def test_command_streams_environment_and_exit_code(sandbox: Sandbox) -> No
     assert b"".join(data for stream, data in pieces if stream == "stdout") == result.stdout
 
 
-async def test_arguments_are_not_words_of_a_shell(sandbox: Sandbox) -> None:
+async def test_arguments_are_not_words_of_a_shell(sandbox: EpisodeSandbox) -> None:
     result = await sandbox.run_command(["echo", "$COLOUR; a  b"], workdir="/tmp")
     assert result.stdout == b"$COLOUR; a  b\n"
 
 
-async def test_long_output_is_cut_and_read_to_its_end(sandbox: Sandbox) -> None:
+async def test_long_output_is_cut_and_read_to_its_end(sandbox: EpisodeSandbox) -> None:
     result = await sandbox.run_command("yes | head -c 300000; echo end >&2", max_output=1000)
     assert result.is_truncated
     assert len(result.stdout) == 1000
@@ -69,7 +74,7 @@ async def test_long_output_is_cut_and_read_to_its_end(sandbox: Sandbox) -> None:
     assert result.exit_code == 0
 
 
-async def test_timeout_ends_the_command_and_its_children(sandbox: Sandbox) -> None:
+async def test_timeout_ends_the_command_and_its_children(sandbox: EpisodeSandbox) -> None:
     began = time.monotonic()
     result = await sandbox.run_command("sleep 3217 & sleep 3217", timeout_s=1.0)
     assert result.timed_out
@@ -79,7 +84,7 @@ async def test_timeout_ends_the_command_and_its_children(sandbox: Sandbox) -> No
     assert "3217" not in left.replace("tr", "")
 
 
-async def test_daemon_outlives_its_command(sandbox: Sandbox) -> None:
+async def test_daemon_outlives_its_command(sandbox: EpisodeSandbox) -> None:
     await sandbox.run_command("(while :; do echo tick; sleep 0.05; done) & sleep 0.1")
     await sandbox.run_command("rm -f seen; (while :; do echo x > seen; sleep 0.05; done) &")
     for _ in range(200):
@@ -89,12 +94,12 @@ async def test_daemon_outlives_its_command(sandbox: Sandbox) -> None:
     assert result.exit_code == 0
 
 
-async def test_missing_program_is_the_commands_failure(sandbox: Sandbox) -> None:
+async def test_missing_program_is_the_commands_failure(sandbox: EpisodeSandbox) -> None:
     result = await sandbox.run_command(["no-such-program"])
     assert result.exit_code in (126, 127)
 
 
-async def test_files_and_folders_go_in_and_out(sandbox: Sandbox, tmp_path: Path) -> None:
+async def test_files_and_folders_go_in_and_out(sandbox: EpisodeSandbox, tmp_path: Path) -> None:
     folder = tmp_path / "in"
     (folder / "deep").mkdir(parents=True)
     (folder / "deep" / "file").write_bytes(bytes(range(256)) * 100)
@@ -113,7 +118,7 @@ async def test_files_and_folders_go_in_and_out(sandbox: Sandbox, tmp_path: Path)
     assert (tmp_path / "single").read_text() == "#!/bin/sh\necho ran\n"
 
 
-async def test_upload_follows_no_link_out(sandbox: Sandbox, tmp_path: Path) -> None:
+async def test_upload_follows_no_link_out(sandbox: EpisodeSandbox, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("untouched")
     source = tmp_path / "source"
@@ -124,7 +129,7 @@ async def test_upload_follows_no_link_out(sandbox: Sandbox, tmp_path: Path) -> N
     assert victim.read_text() == "untouched"
 
 
-async def test_download_follows_no_link_out(sandbox: Sandbox, tmp_path: Path) -> None:
+async def test_download_follows_no_link_out(sandbox: EpisodeSandbox, tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_text("of the host")
     links = f"ln -s {tmp_path} d/away; ln -s {secret} d/file"
@@ -137,13 +142,13 @@ async def test_download_follows_no_link_out(sandbox: Sandbox, tmp_path: Path) ->
         await sandbox.download("/work/none", tmp_path / "none")
 
 
-async def test_download_is_bounded(sandbox: Sandbox, tmp_path: Path) -> None:
+async def test_download_is_bounded(sandbox: EpisodeSandbox, tmp_path: Path) -> None:
     await sandbox.run_command("head -c 300000 /dev/zero > big")
     with pytest.raises(ValueError, match="at most 100000"):
         await sandbox.download("/work/big", tmp_path / "out", max_bytes=100_000)
 
 
-async def test_reset_drops_files_and_processes(sandbox: Sandbox) -> None:
+async def test_reset_drops_files_and_processes(sandbox: EpisodeSandbox) -> None:
     await sandbox.run_command("echo data > file; sleep 3219 &")
     await sandbox.reset()
     assert await text_of(sandbox, "ls") == ""
@@ -152,7 +157,7 @@ async def test_reset_drops_files_and_processes(sandbox: Sandbox) -> None:
 
 
 async def test_fork_and_snapshot_start_with_what_was_written(
-    provider: SandboxProvider, sandbox: Sandbox
+    provider: SandboxProvider, sandbox: EpisodeSandbox
 ) -> None:
     await sandbox.run_command("echo one > file; mkdir -m 700 d; echo two > d/x; rm /etc/group")
     copy = await sandbox.fork()
@@ -193,7 +198,7 @@ async def test_missing_image_is_refused(provider: SandboxProvider) -> None:
         await provider.start(SandboxSpec(image="sha256:" + "0" * 64))
 
 
-async def test_cancelled_command_is_killed(sandbox: Sandbox) -> None:
+async def test_cancelled_command_is_killed(sandbox: EpisodeSandbox) -> None:
     running = asyncio.ensure_future(sandbox.run_command("echo $$ > pid; sleep 3221"))
     while (await sandbox.run_command("cat pid")).stdout.strip() == b"":
         pass

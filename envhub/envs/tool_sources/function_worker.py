@@ -12,12 +12,18 @@ from typing import Any
 
 import msgspec
 import pydantic
-from broker.system.workers import line
-from broker.system.workers.fault import told
 
 from broker.errors import UserError
 from broker.settings.registry import resolve
+from broker.system.fault import told
 from envhub.envs.tool_sources.base import MAX_MESSAGE_BYTES, ToolResult, ToolSpec, cut
+from envhub.envs.tool_sources.function_messages import (
+    REQUESTS,
+    CallFunction,
+    FunctionList,
+    FunctionReply,
+)
+from rlearner_workers.frames import read_frame, write_frame
 
 
 class ToolFunction:
@@ -68,8 +74,9 @@ async def _await_result(work: Any) -> Any:
 
 def serve(connection: socket.socket, targets: list[str]) -> None:
     """Answer until the hub closes the connection."""
-    with connection, connection.makefile("rb") as stream:
-        line.read(stream)
+    with connection:
+        fd = connection.fileno()
+        read_frame(fd)
         functions: dict[str, ToolFunction] = {}
         try:
             for target in targets:
@@ -79,15 +86,19 @@ def serve(connection: socket.socket, targets: list[str]) -> None:
                 functions[function.spec.name] = function
         except BaseException as error:  # noqa: BLE001 - importing runs users' code
             problem = str(error) if isinstance(error, UserError) else told(error)
-            line.write(connection, msgspec.msgpack.encode(problem))
+            _reply(fd, FunctionReply(FunctionList(problem=problem)))
             return
-        specs = [function.spec for function in functions.values()]
-        line.write(connection, msgspec.msgpack.encode(specs))
-        while (data := line.read(stream)) is not None:
-            name, arguments = msgspec.msgpack.decode(data)
-            result = functions[name].call(arguments)
-            if not line.write(connection, msgspec.msgpack.encode(result)):
+        _reply(fd, FunctionReply(FunctionList([each.spec for each in functions.values()])))
+        while (data := read_frame(fd)) is not None:
+            call = REQUESTS.decode(data)
+            assert isinstance(call, CallFunction), "the functions are listed once"
+            result = functions[call.name].call(call.arguments)
+            if not _reply(fd, FunctionReply(result=result)):
                 return
+
+
+def _reply(fd: int, reply: FunctionReply) -> bool:
+    return write_frame(fd, msgspec.msgpack.encode(reply))
 
 
 if __name__ == "__main__":

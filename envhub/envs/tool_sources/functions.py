@@ -19,23 +19,30 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
-import msgspec
-from broker.system.workers import line
-from broker.system.workers.output import WorkerOutput
-from broker.system.workers.start import start
 from pydantic import Field
 
 from broker.errors import ConfigError
 from broker.settings.config import Section
 from broker.settings.secret import SecretRef
+from broker.system.fault import clean
 from envhub.envs.tool_sources.base import (
     SourceFailed,
     ToolResult,
     ToolSource,
     ToolSpec,
 )
+from envhub.envs.tool_sources.function_messages import (
+    REPLIES,
+    CallFunction,
+    FunctionReply,
+    ListFunctions,
+)
 from envhub.envs.tool_sources.process import guarded
 from envhub.envs.tool_sources.secret_values import find_values
+from rlearner_workers.frames import MAX_ANSWER_BYTES
+from rlearner_workers.link import InvalidMessage, LinkClosed, MessageLink
+from rlearner_workers.output import WorkerOutput
+from rlearner_workers.start import start
 
 WORKER = "envhub.envs.tool_sources.function_worker"
 
@@ -60,7 +67,7 @@ class FunctionSource(ToolSource):
 
     def __init__(self, name: str, args: FunctionArgs) -> None:
         super().__init__(name, args)
-        self._socket: line.WorkerSocket | None = None
+        self._link: MessageLink[FunctionReply] | None = None
         self._pid = 0
         self._output: WorkerOutput | None = None
         self._turn = asyncio.Lock()
@@ -100,39 +107,41 @@ class FunctionSource(ToolSource):
                 ours.close()
                 raise SourceFailed(f"functions {self.name}: {error.strerror}") from None
         self._pid = child.pid
-        self._socket = await line.WorkerSocket.open(ours)
+        self._link = await MessageLink.open(ours, REPLIES, MAX_ANSWER_BYTES)
         try:
             async with asyncio.timeout(self.args.start_timeout_s):
-                reply = msgspec.msgpack.decode(await self._socket.ask(b""))
+                functions = (await self._link.call(ListFunctions())).functions
         except TimeoutError:
             await self.close()
             limit = self.args.start_timeout_s
             raise SourceFailed(
                 f"functions {self.name} were not imported within {limit:g} s"
             ) from None
-        except (line.HungUp, line.ProtocolError) as error:
+        except (LinkClosed, InvalidMessage) as error:
             await self.close()
             raise SourceFailed(f"functions {self.name}: the process ended: {error}") from None
-        if isinstance(reply, str):
+        if functions is None or functions.problem:
             await self.close()
-            raise SourceFailed(f"functions {self.name}: {line.clean(reply)}")
-        return [msgspec.convert(spec, ToolSpec) for spec in reply]
+            problem = functions.problem if functions else "the process listed no functions"
+            raise SourceFailed(f"functions {self.name}: {clean(problem)}")
+        return functions.specs
 
     async def call(self, tool: str, arguments: dict[str, Any], timeout_s: float) -> ToolResult:
-        request = msgspec.msgpack.encode((tool, arguments))
         # one process runs one call at a time
         async with self._turn:
-            if self._socket is None:
+            if self._link is None:
                 raise SourceFailed(f"functions {self.name} are not running")
             try:
                 async with asyncio.timeout(timeout_s):
-                    answer = await self._socket.ask(request)
-                return msgspec.msgpack.decode(answer, type=ToolResult)
+                    result = (await self._link.call(CallFunction(tool, arguments))).result
+                if result is None:
+                    raise InvalidMessage("it sent no result")
+                return result
             except TimeoutError:
                 await self.close()
                 detail = f"function {tool} did not return within {timeout_s:g} s"
                 raise SourceFailed(detail) from None
-            except (line.HungUp, line.ProtocolError, msgspec.DecodeError) as error:
+            except (LinkClosed, InvalidMessage) as error:
                 await self.close()
                 raise SourceFailed(f"function {tool} ended its process: {error}") from None
             except asyncio.CancelledError:
@@ -141,9 +150,9 @@ class FunctionSource(ToolSource):
                 raise
 
     async def close(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+        if self._link is not None:
+            self._link.close()
+            self._link = None
         if self._pid:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGTERM)

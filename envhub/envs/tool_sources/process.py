@@ -12,10 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from broker.system.workers.limits import how_ended
-
 from envhub.envs.tool_sources import guard
 from envhub.envs.tool_sources.base import FAREWELL_S
+from rlearner_workers.limits import how_ended
 
 GUARD: Final = str(Path(guard.__file__))
 CHUNK_BYTES: Final = 1 << 16

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import msgspec
-from broker.system.workers.line import clean
 
 from broker.errors import NotInstalled
+from broker.system.fault import clean
 from envhub.envs.tool_sources.base import SourceFailed, ToolSpec
 
 # what chat templates and OpenAI's protocol accept

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from broker.system.workers.line import clean
-
 from broker.settings.secret import SecretRef
+from broker.system.fault import clean
 from broker.system.redaction import HIDDEN, redact
 
 Values = dict[str, str | SecretRef]

@@ -185,7 +185,7 @@ class ToolTasks(QuestionEnvironment):
         metrics = self._metrics()
         return StepResult(Observation(""), reward, True, bool(answer), is_right, metrics=metrics)
 
-    async def close(self) -> None:  # type: ignore[override]
+    async def close(self) -> None:
         """End the sources."""
         await self._toolbox.close()
 

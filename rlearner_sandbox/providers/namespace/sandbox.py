@@ -44,7 +44,7 @@ MAX_OPEN_PIPES: Final = 64
 
 
 class NamespaceSandbox:
-    """See ``Sandbox``; made by ``NamespaceProvider.start``."""
+    """See ``EpisodeSandbox``; made by ``NamespaceProvider.start``."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class NamespaceSandbox:
         max_output: int = 1 << 20,
         on_output: OnOutput | None = None,
     ) -> ExecResult:
-        """Run a command to its end, see ``Sandbox.run_command``."""
+        """Run a command to its end, see ``EpisodeSandbox.run_command``."""
         self._check_alive()
         self._provider.check_user(user)
         plan = self._plan_command(command, workdir, env, user)

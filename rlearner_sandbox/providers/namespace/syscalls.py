@@ -9,7 +9,7 @@ import os
 import platform
 import socket
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from ipaddress import IPv4Address
 from typing import Final
 
@@ -64,12 +64,17 @@ def _check(result: int, name: str) -> int:
     return result
 
 
+def _call_kernel(number: int, arguments: Sequence[int | bytes]) -> int:
+    """Make a system call that the C library has no function for."""
+    return int(_LIBC.syscall(number, *arguments))
+
+
 def clone_process(flags: int) -> int:
     """Fork into new namespaces; return the child's process id, and 0 in the child.
 
     Only for a process without further threads.
     """
-    return _check(_LIBC.syscall(_CLONE, flags | _SIGCHLD, 0, 0, 0, 0), "clone")
+    return _check(_call_kernel(_CLONE, [flags | _SIGCHLD, 0, 0, 0, 0]), "clone")
 
 
 def enter_namespace(fd: int) -> None:
@@ -93,7 +98,7 @@ def open_tree(source: str, *, read_only: bool) -> int:
         # struct mount_attr: set, clear, propagation, user namespace
         attributes = struct.pack("=QQQQ", MS_RDONLY, 0, 0, 0)
         flags = _AT_RECURSIVE | _AT_EMPTY_PATH
-        result = _LIBC.syscall(_MOUNT_SETATTR, fd, b"", flags, attributes, len(attributes))
+        result = _call_kernel(_MOUNT_SETATTR, [fd, b"", flags, attributes, len(attributes)])
         _check(result, "mount_setattr")
     return fd
 
@@ -101,7 +106,7 @@ def open_tree(source: str, *, read_only: bool) -> int:
 def attach_tree(fd: int, target: str) -> None:
     """Mount what ``open_tree`` returned."""
     from_empty_path = 4
-    result = _LIBC.syscall(_MOVE_MOUNT, fd, b"", -100, target.encode(), from_empty_path)
+    result = _call_kernel(_MOVE_MOUNT, [fd, b"", -100, target.encode(), from_empty_path])
     _check(result, f"move_mount {target}")
     os.close(fd)
 
@@ -151,7 +156,7 @@ def set_capabilities(kept: Iterable[int]) -> None:
     bits = sum(1 << number for number in kept)
     halves = [(bits >> shift) & 0xFFFFFFFF for shift in (0, 32)]
     header = struct.pack("=Ii", 0x20080522, 0)
-    data = struct.pack("=IIIIII", halves[0], halves[0], 0, halves[1], halves[1], 0)
+    data = b"".join(struct.pack("=III", half, half, 0) for half in halves)
     _check(_LIBC.capset(header, data), "capset")
 
 

@@ -11,7 +11,6 @@ from contextlib import AsyncExitStack
 from typing import Annotated, Any, Final, Self
 
 import msgspec
-from broker.system.workers.environment import worker_environment
 from pydantic import Field, model_validator
 
 from broker.errors import ConfigError, NotInstalled, UserError, reason_of
@@ -30,6 +29,7 @@ from envhub.envs.tool_sources.base import (
 from envhub.envs.tool_sources.process import GuardedProcess
 from envhub.envs.tool_sources.schemas import MAX_TOOLS
 from envhub.envs.tool_sources.secret_values import find_values, hide, secrets_of
+from rlearner_workers.environment import worker_environment
 
 log = logging.getLogger(__name__)
 
