@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import re
 import secrets
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Final
 
+from broker.system.private_files import private_write, replace
 from rlearner_sandbox.providers.base import SandboxError
 from rlearner_sandbox.providers.trees import copy_tree, remove_tree, tree_digest
 
@@ -128,7 +128,7 @@ class LayerStore:
         layer = self.layer_name(name)
         target = self.folder / "layers" / layer
         try:
-            os.rename(draft, target)
+            replace(draft, target)
         except OSError:
             if not target.is_dir():
                 raise
@@ -152,7 +152,5 @@ class LayerStore:
         text = json.dumps(asdict(image), sort_keys=True)
         digest = hashlib.sha256(text.encode()).hexdigest()
         path = self.folder / "images" / f"{digest}.json"
-        draft = path.with_suffix(f".{secrets.token_hex(4)}")
-        draft.write_text(text, encoding="utf-8")
-        os.replace(draft, path)
+        private_write(path, text.encode())
         return f"sha256:{digest}"

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from broker.system.private_files import replace
 from rlearner_sandbox.providers.trees import remove_tree
 
 log = logging.getLogger(__name__)
@@ -43,7 +44,7 @@ class OwnedFolder:
         draft.mkdir(mode=0o700)
         self._lock = os.open(draft / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
-        draft.rename(self.path)
+        replace(draft, self.path)
 
     def note_process(self, pid: int) -> None:
         """Record a process that has to end with this one."""

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from broker.system import private_files
 from rlearner_sandbox.command import advice
 from rlearner_sandbox.providers import archive
 from rlearner_sandbox.providers.base import ExecResult, OnOutput, SandboxError, SandboxSpec
@@ -80,7 +81,7 @@ class NamespaceSandbox:
         self._folder.mkdir(mode=0o700)
         if source is not None:
             self._start_layer = self._folder / "start"
-            source.rename(self._start_layer)
+            private_files.replace(source, self._start_layer)
 
     async def _launch_process(self) -> None:
         self._generation += 1
