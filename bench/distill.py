@@ -148,7 +148,8 @@ class RunCache:
         settings = [config, *overrides]
         if (result := self.find_result(name, settings)) is not None:
             return result
-        run = f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        # names of runs have no dots, as rates do
+        run = f"{name.replace('.', '_')}-{time.strftime('%Y%m%d-%H%M%S')}"
         place = [f"run.dir={self._folder}", f"run.name={run}"]
         if teacher:
             place.append(f"teachers.big.model_path={teacher}")
