@@ -49,6 +49,7 @@ GRPO: Final = (
     'domains.lake.teacher=""',
     "teachers.big=null",
     "algorithm={adv_estimator: grpo, pg_variant: ppo}",
+    "algorithm.distillation={use: advantage, kl: reverse}",
     "algorithm.num_minibatches=1",
     "domains.lake.group_size=8",
     "train.groups_per_step=16",
@@ -77,7 +78,12 @@ SMALL: Final = Scale(
     tasks=8,
     lrs=LRS[:1],
     kills=0,
-    overrides=("warm_start.steps=2", "warm_start.episodes=8", "train.groups_per_step=8"),
+    overrides=(
+        "warm_start.steps=2",
+        "warm_start.episodes=8",
+        "train.groups_per_step=8",
+        "train.warmup_steps=0",
+    ),
 )
 
 
