@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from broker.errors import ConfigError, NotInstalled
+from broker.errors import NotInstalled
 from broker.settings.config import DomainSection
 from broker.settings.registry import known
 from broker.settings.sections import parse

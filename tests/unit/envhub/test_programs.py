@@ -15,7 +15,7 @@ def count_passed(text: str, reference: str) -> int:
     """Run a program of the solver, and return how many of the tests it passes."""
     tests = json.loads(reference)
     scope: dict[str, Any] = {}
-    exec(text.strip(FENCE), scope)  # noqa: S102 - it was generated here
+    exec(text.strip(FENCE), scope)
     results = [scope[tests["fn_name"]](*arguments) for arguments in tests["inputs"]]
     pairs = zip(results, tests["outputs"], strict=True)
     return sum(result == expected for result, expected in pairs)

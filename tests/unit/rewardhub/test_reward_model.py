@@ -171,11 +171,11 @@ async def test_an_output_that_is_not_finite_is_no_score(words: Path) -> None:
 
 async def test_a_process_on_each_gpu() -> None:
     hosts = RewardProcesses([4, 5])
-    kind = hosts._kind(RewardConfig(name="reward_model", args={"path": "x", "batch_size": 3}))
-    assert [env["CUDA_VISIBLE_DEVICES"] for env in kind.envs] == ["4", "5"]
-    assert (kind.room._value, len(kind.processes), kind.timeout_s) == (2 * 2 * 3, 2, 125.0)
-    judge = hosts._kind(RewardConfig(name="judge", args={"base_url": "http://x/v1"}))
-    assert (judge.envs, judge.room._value) == ([{}], 16)  # a judge needs none
+    pool = hosts._pool(RewardConfig(name="reward_model", args={"path": "x", "batch_size": 3}))
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in pool._envs] == ["4", "5"]
+    assert (pool.num_free, pool._timeout_s) == (2 * 2 * 3, 125.0)
+    judge = hosts._pool(RewardConfig(name="judge", args={"base_url": "http://x/v1"}))
+    assert (judge._envs, judge.num_free) == ([{}], 16)  # a judge needs none
 
 
 async def test_with_its_own_chat_template_it_gives_what_transformers_gives(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import pytest
 from broker.contract import wire
 from broker.runtime.spans import SpanRecorder
 from broker.settings.config import DomainSection, RewardConfig
+from rewardhub.reward_processes import BatchedRewardPool
 from rewardhub.rewards import loading
 from rewardhub.rewards.base import Scored
 from rewardhub.routing import rewards_digest
@@ -185,7 +186,7 @@ async def test_requests_that_arrive_together_share_the_free_places_of_a_judge(
         await process.wait()
         raise NoWorkerError("made to fail")
 
-    monkeypatch.setattr(scorers._hosts, "_process", start)
+    monkeypatch.setattr(BatchedRewardPool, "open_worker", start)
     bus: Any = None
     hub = AheadScorer(
         bus,
