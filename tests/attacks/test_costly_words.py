@@ -17,6 +17,7 @@ import pytest
 from broker.errors import NotInstalled
 from broker.settings.config import DomainSection
 from broker.settings.registry import known, resolve
+from broker.settings.sections import parse
 from envhub.domain import load_domain
 from envhub.envs import ENVS
 from envhub.envs.base import Environment, StepResult
@@ -112,7 +113,9 @@ def environment(
     except NotInstalled as error:
         pytest.skip(str(error))
     rewards = [] if found.has_reward else [{"name": "math_answer"}]
-    domain = load_domain("d", DomainSection(env=request.param, env_args=example, rewards=rewards))
+    seats = dict.fromkeys(found.seats(parse("env_args", example, found.Args)), "actor")
+    section = DomainSection(env=request.param, env_args=example, rewards=rewards, seats=seats)
+    domain = load_domain("d", section)
     domain.check()
     made: Environment = domain.make()
     return made

@@ -35,6 +35,7 @@ QUICK = {
     "qa": ("warm_start.steps=2",),
     "tools": ("warm_start.steps=2",),
     "agent": (),
+    "terminal": ("warm_start.steps=2", "warm_start.episodes=8"),
 }
 # of the rows of trl.jsonl, whose answer is in another column
 OWN_REWARDS = """

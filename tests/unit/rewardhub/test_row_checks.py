@@ -33,7 +33,8 @@ def write_run(folder: Path, rows: list[dict[str, Any]], reward: str) -> tuple[Pa
 def test_wrong_argument_in_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, data = write_run(tmp_path, [GOOD, GOOD, BAD], "{name: instruction_following}")
     assert main(["check", "--no-trial", str(config)]) == 2
-    (line,) = capsys.readouterr().err.strip().splitlines()
+    # before it, a busy machine says what takes long
+    line = capsys.readouterr().err.strip().splitlines()[-1]
     assert line.endswith(
         f"domains.d.rewards.0: {data}, row 3: instruction 1, length_constraints:number_words: "
         "kwarg num_words: 'many' is not allowed; expected a whole number of at least 0"
