@@ -251,7 +251,9 @@ async def test_a_message_without_an_end_fills_no_memory(
         sent = await asyncio.to_thread(attack)
         # too large, the server cuts it off; this is not
         assert 0 < sent < 600 if part > 1 else sent == count
-        assert scene.mib() - before < MAY_GROW_MIB
+        # a small part takes up to 1.3 KiB while a busy machine has not read it
+        most_mib = MAY_GROW_MIB if part > 1 else 2 * MAY_GROW_MIB
+        assert scene.mib() - before < most_mib
     finally:
         await evil.leave()
         await evil.close()
