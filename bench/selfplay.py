@@ -43,7 +43,7 @@ SMALL: Final = (
 
 
 def wilson_interval(share: float, count: int) -> list[float]:
-    """Return the 95 % interval of a share of so many trials."""
+    """Return the 95 % interval of a share of ``count`` trials."""
     centre = (share + Z**2 / (2 * count)) / (1 + Z**2 / count)
     half = Z * math.sqrt(share * (1 - share) / count + Z**2 / (4 * count**2)) / (1 + Z**2 / count)
     return [round(max(centre - half, 0.0), 4), round(min(centre + half, 1.0), 4)]

@@ -74,9 +74,10 @@ class StepResult(msgspec.Struct, frozen=True):
         truncated: with ``done``, ended by a limit of the environment rather than by an outcome.
         metrics: numbers about the whole episode so far; those of the last step are reported as
             ``env/<name>``.
-        seat_rewards: in environments with seats, what this action brings each of them; ``reward``
-            and ``success`` are then of the seat that acted, and not used.
-        seat_successes: with ``done``, the seats that solved their task.
+        seat_rewards: in environments with seats, what this action brings each of them. The seat
+            that acted also gets ``reward``.
+        seat_successes: with ``done``, the seats that solved their task; so has the seat that acted
+            with ``success``.
     """
 
     observation: Observation

@@ -107,7 +107,7 @@ async def serve(options: argparse.Namespace, stop: Stop) -> None:
     try:
         provider = make_provider(options.provider)
         if options.provider == "namespace":
-            # What does not work here is to be known before somebody asks for it.
+            # Fail at the start if it does not work here, not at the first request.
             sandbox = await provider.start(SandboxSpec())
             await sandbox.stop()
     except (SandboxError, ValueError) as error:

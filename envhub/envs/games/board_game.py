@@ -28,7 +28,7 @@ class BoardGameArgs(Section):
     illegal_reward: Annotated[float, Field(le=0)] = -1.0
     # what counts as a success of a seat: to win, or not to lose
     success: Literal["win", "draw"] = "win"
-    # up to so many random legal moves before the first turn, the same for all episodes of a task
+    # most random legal moves before the first turn, the same for all episodes of a task
     random_plies: Annotated[int, Field(ge=0, le=8)] = 0
     # read the move from the last <answer>…</answer> instead of the whole text
     answer_tag: bool = False
